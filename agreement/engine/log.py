@@ -1,0 +1,51 @@
+"""The engine's log: whole lines from the fragments that llama.cpp hands over, and what they prove.
+
+In: text fragments.  Out: lines, and the lines that say whether an override took effect.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable
+
+from agreement.engine.base import SettingProof
+
+_OVERRIDE = re.compile(r"Using metadata override \(\s*(?P<type>\w+)\) '(?P<key>[^']+)' = (?P<value>.*)")
+_N_EXPERT_USED = re.compile(r"n_expert_used\s*= (?P<n>\d+)")
+KEPT_LINES = 2000
+
+
+class EngineLog:
+    """Collects lines; llama.cpp writes one line in several fragments, and only the newline ends it."""
+
+    def __init__(self, listener: Callable[[str], None] | None = None) -> None:
+        self._rest = ""
+        self._listener = listener
+        self.lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self.overrides: list[str] = []
+        self.n_expert_used: int | None = None
+
+    def feed(self, fragment: str) -> None:
+        """Take the next fragment."""
+        *whole, self._rest = (self._rest + fragment).split("\n")
+        for line in whole:
+            self._line(line)
+
+    def _line(self, line: str) -> None:
+        self.lines.append(line)
+        if match := _OVERRIDE.search(line):
+            self.overrides.append(f"{match['key']}={match['type']}:{match['value'].strip()}")
+        elif (match := _N_EXPERT_USED.search(line)) and self.n_expert_used is None:
+            self.n_expert_used = int(match["n"])
+        if self._listener is not None:
+            self._listener(line)
+
+    def proof(self) -> SettingProof:
+        """Return what the lines so far say of overrides."""
+        return SettingProof(overrides=tuple(dict.fromkeys(self.overrides)), n_expert_used=self.n_expert_used)
+
+    def last_words(self, n: int = 3) -> str:
+        """Return the last lines that are not empty, joined, for an error message."""
+        lines = [line.strip() for line in self.lines if line.strip().strip(".")]
+        return " | ".join(lines[-n:]) or "the engine logged nothing"

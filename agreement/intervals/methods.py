@@ -1,0 +1,77 @@
+"""Which interval is formed how, and which one `auto` takes.
+
+The rule of `auto` rests on the coverage that `tests/benchmarks/coverage.py` measures; the table is in
+`docs/intervals.md`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, get_args
+
+import numpy as np
+
+from agreement.intervals import bootstrap, score
+
+if TYPE_CHECKING:
+    from agreement.intervals.clusters import Float64Array, Ratios
+
+Method = Literal["auto", "studentised", "percentile", "bca", "score", "t"]
+METHODS: tuple[Method, ...] = get_args(Method)
+MEAN_METHODS: tuple[Method, ...] = ("auto", "studentised", "percentile", "bca", "t")
+
+# As reports print them.
+NAMES = {
+    "studentised": "studentised bootstrap",
+    "percentile": "percentile bootstrap",
+    "bca": "BCa bootstrap",
+    "score": "score, effective sample size",
+    "t": "Student t",
+    "exact": "exact, by clusters",
+}
+
+
+def share_ends(shares: Ratios, method: Method, plan: bootstrap.Resampling) -> tuple[Float64Array, Float64Array, str]:
+    """Return both (n_draws,) ends and the method used.
+
+    The draws must have at least two clusters and a share inside (0, 1).
+    """
+    used: str = "score" if method == "auto" else method
+    if used == "score":
+        low, high = score.score(shares, confidence=plan.confidence)
+    else:
+        low, high, used = mean_ends(shares, method, plan)
+    return np.clip(low, 0.0, 1.0), np.clip(high, 0.0, 1.0), used
+
+
+def mean_ends(means: Ratios, method: Method, plan: bootstrap.Resampling) -> tuple[Float64Array, Float64Array, str]:
+    """Return both (n_draws,) ends and the method used; the draws must have at least two clusters that differ."""
+    used = mean_rule(means.n_clusters) if method == "auto" else method
+    spare = score.student(means, confidence=plan.confidence)
+    low, high = resample((means,), bootstrap.identity, used, plan, spare=spare)
+    return low, high, used
+
+
+def mean_rule(n_clusters: int) -> Method:
+    """Return the method that `auto` takes for a mean; few clusters have too few distinct resamples."""
+    return "t" if n_clusters < 6 else "studentised"
+
+
+def resample(
+    columns: tuple[Ratios, ...],
+    statistic: bootstrap.Statistic,
+    method: Method,
+    plan: bootstrap.Resampling,
+    *,
+    spare: tuple[Float64Array, Float64Array],
+) -> tuple[Float64Array, Float64Array]:
+    """Return the ends of a bootstrap method, with those of `spare` wherever it has no finite answer.
+
+    Method `t` gives `spare`, which must be the Student t interval.
+    """
+    if method == "t":
+        return spare
+    if method == "studentised":
+        low, high = bootstrap.studentised(columns, statistic, plan)
+    else:
+        low, high = bootstrap.resampled(columns, statistic, "bca" if method == "bca" else "percentile", plan)
+    return np.where(np.isfinite(low), low, spare[0]), np.where(np.isfinite(high), high, spare[1])

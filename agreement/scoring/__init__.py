@@ -1,0 +1,15 @@
+"""Scoring: logits in, per-position numbers out; pure functions that know no engine and no file."""
+
+from agreement.scoring.baseline import BaselineRows, default_top_k, encode_rows
+from agreement.scoring.compare import RowScores, score_rows
+from agreement.scoring.counts import count_chunk, position_scores
+
+__all__ = [
+    "BaselineRows",
+    "RowScores",
+    "count_chunk",
+    "default_top_k",
+    "encode_rows",
+    "position_scores",
+    "score_rows",
+]

@@ -1,0 +1,188 @@
+"""What is kept of the baseline's logits at each scored position.
+
+In: float32 logits `(n, n_vocab)` and target ids.  Out: `BaselineRows`: exact numbers for everything that decides an
+agreement or a perplexity, and the whole distribution in 16-bit codes if asked for.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agreement.errors import EngineError
+from agreement.records import Float32Array, Int32Array
+from agreement.scoring.rows import for_each_block
+
+CODE_MAX = 65535
+FULL_TOP_K = 32
+_STRIDE_GROUPS = 64
+
+
+@dataclass(frozen=True)
+class BaselineRows:
+    """The baseline at `n` scored positions.
+
+    Attributes:
+        n_vocab: Size of the vocabulary.
+        target: (n,) int32, the true next token.
+        target_logprob: (n,) float32, nats, exact.
+        logsumexp: (n,) float32, of the raw logits, nats.
+        top_ids: (n, top_k) int32, the most probable tokens, best first; of equal ones the lower id first.
+        top_logprobs: (n, top_k) float32, nats, exact.
+        tail_logmass: (n,) float32, log of the probability outside the top; -inf if there is nothing outside.
+        tail_entropy: (n,) float32, sum of p log p outside the top, nats (at most 0).
+        codes: (n, n_vocab) uint16 or None: log-prob = low + step * code.
+        low: (n,) float32, the smallest log-probability, nats; None without codes.
+        step: (n,) float32, nats a code; None without codes.
+    """
+
+    n_vocab: int
+    target: Int32Array
+    target_logprob: Float32Array
+    logsumexp: Float32Array
+    top_ids: Int32Array
+    top_logprobs: Float32Array
+    tail_logmass: Float32Array
+    tail_entropy: Float32Array
+    codes: NDArray[np.uint16] | None = None
+    low: Float32Array | None = None
+    step: Float32Array | None = None
+
+
+def default_top_k(n_vocab: int, *, full: bool) -> int:
+    """Return how many tokens are kept exactly.
+
+    With the full distribution beside them, enough for margins; without it, as many as keep a row under 5 % of the
+    2 bytes a token that full codes take, so that what is left in the tail is small.
+    """
+    return min(n_vocab, FULL_TOP_K if full else max(64, n_vocab // 128))
+
+
+def encode_rows(
+    logits: Float32Array,
+    targets: Int32Array,
+    *,
+    top_k: int,
+    full: bool,
+    pool: ThreadPoolExecutor | None = None,
+) -> BaselineRows:
+    """Keep what is needed of baseline logits.
+
+    Args:
+        logits: (n, n_vocab) float32, C-contiguous; only read.
+        targets: (n,) int32 ids of the true next tokens.
+        top_k: Tokens kept exactly, at least 2 unless the vocabulary is smaller.
+        full: Also keep the whole distribution as 16-bit codes over each row's own range.  The row's range is coded
+            whole, not clipped as in llama-perplexity's file; at a range of 30 nats a code is 4.6e-4 nat.
+        pool: Threads to spread the rows over.
+
+    Raises:
+        EngineError: A logit is NaN or infinite; the message names the row.
+    """
+    n, n_vocab = logits.shape
+    top_k = min(top_k, n_vocab)
+    target_logprob, logsumexp = np.empty(n, np.float32), np.empty(n, np.float32)
+    top_ids, top_logprobs = np.empty((n, top_k), np.int32), np.empty((n, top_k), np.float32)
+    tail_logmass, tail_entropy = np.empty(n, np.float32), np.empty(n, np.float32)
+    codes = np.empty((n, n_vocab), np.uint16) if full else None
+    low, step = (np.empty(n, np.float32), np.empty(n, np.float32)) if full else (None, None)
+
+    def work(start: int, stop: int) -> None:
+        block = logits[start:stop]
+        ids = top_indices(block, top_k)
+        best = np.take_along_axis(block, ids[:, :1], axis=1)
+        check_finite(block, best[:, 0], start)
+        p = np.subtract(block, best)
+        np.exp(p, out=p)
+        lse = best + np.log(p.sum(axis=1, keepdims=True))
+        logprobs = block - lse
+        top_ids[start:stop] = ids
+        top_logprobs[start:stop] = np.take_along_axis(logprobs, ids, axis=1)
+        target_logprob[start:stop] = np.take_along_axis(logprobs, targets[start:stop, None], axis=1)[:, 0]
+        logsumexp[start:stop] = lse[:, 0]
+        if codes is not None and low is not None and step is not None:
+            smallest = logprobs.min(axis=1)
+            width = (top_logprobs[start:stop, 0] - smallest) / np.float32(CODE_MAX)
+            low[start:stop], step[start:stop] = smallest, width
+            scaled = (logprobs - smallest[:, None]) * (1 / np.where(width > 0, width, 1))[:, None]
+            np.minimum(scaled + np.float32(0.5), CODE_MAX, out=scaled)  # the cast truncates: +0.5 rounds
+            codes[start:stop] = scaled.astype(np.uint16)
+            tail_logmass[start:stop], tail_entropy[start:stop] = -np.inf, 0.0
+        else:
+            p *= np.exp(best - lse)
+            np.put_along_axis(p, ids, np.float32(0), axis=1)
+            np.put_along_axis(logprobs, ids, np.float32(0), axis=1)
+            with np.errstate(divide="ignore"):
+                tail_logmass[start:stop] = np.log(p.sum(axis=1, dtype=np.float64))
+            p *= logprobs
+            tail_entropy[start:stop] = p.sum(axis=1, dtype=np.float64)
+
+    for_each_block(work, n, n_vocab, pool)
+    return BaselineRows(
+        n_vocab=n_vocab,
+        target=targets.astype(np.int32, copy=False),
+        target_logprob=target_logprob,
+        logsumexp=logsumexp,
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+        tail_logmass=tail_logmass,
+        tail_entropy=tail_entropy,
+        codes=codes,
+        low=low,
+        step=step,
+    )
+
+
+def check_finite(block: Float32Array, best: Float32Array, first_row: int) -> None:
+    """Refuse NaN and infinite logits.
+
+    The maximum alone shows NaN and +inf; -inf everywhere but in a few places also counts as broken here, because a
+    log-probability of -inf makes KL divergence infinite.
+
+    Args:
+        block: (r, n_vocab) float32 logits.
+        best: (r,) float32, each row's value at its argmax.
+        first_row: Row number of the block's first row, for the message.
+
+    Raises:
+        EngineError: Some logit is not finite; names the first such row and how many rows have one.
+    """
+    # A NaN anywhere makes the sum NaN, and so does +inf with -inf; float32 sums of finite logits stay far from inf.
+    bad = ~(np.isfinite(best) & np.isfinite(block.sum(axis=1)))
+    if bad.any():
+        row = first_row + int(np.argmax(bad))
+        values = block[int(np.argmax(bad))]
+        kind = "NaN" if np.isnan(values).any() else "infinite"
+        raise EngineError(f"logits are {kind} at scored position {row} ({int(bad.sum())} rows of this block)")
+
+
+def top_indices(block: Float32Array, k: int) -> NDArray[np.int64]:
+    """Return the indices of the `k` largest values of each row, (r, k), largest first, of equal ones the lower first.
+
+    Selecting among 150,000 values a row costs more than everything else together, so for large rows the candidates
+    are thinned first: the k-th largest of the maxima of disjoint groups is a lower bound for the k-th largest value.
+    """
+    r, n = block.shape
+    groups = max(_STRIDE_GROUPS, 1)
+    if n < 16 * groups * 4 or k * 4 > n // groups:
+        rows = [np.lexsort((np.arange(n), -row))[:k] if n <= 512 else _top_of(row, np.arange(n), k) for row in block]
+        return np.stack(rows) if r else np.empty((0, k), np.int64)
+    whole = n // groups * groups
+    maxima = block[:, :whole].reshape(r, groups, -1).max(axis=1)  # groups of every (n // groups)-th value
+    bound = np.partition(maxima, maxima.shape[1] - k, axis=1)[:, -k]
+    result = np.empty((r, k), np.int64)
+    for i in range(r):
+        candidates = np.flatnonzero(~(block[i] < bound[i]))
+        result[i] = _top_of(block[i, candidates], candidates, k)
+    return result
+
+
+def _top_of(values: Float32Array, ids: NDArray[np.int64], k: int) -> NDArray[np.int64]:
+    if k < len(values):
+        bound = np.partition(values, len(values) - k)[-k]
+        keep = ~(values < bound)  # not `>=`: NaN must come through, to be reported
+        values, ids = values[keep], ids[keep]
+    return ids[np.lexsort((ids, -values))[:k]]

@@ -1,0 +1,253 @@
+"""A run directory: what was run, the chunks, the baseline's recording and each setting's scores.
+
+```
+NAME/
+  run.json                      format version, identity, settings, state of each pass
+  chunks.agr                    token windows, targets, clusters
+  baseline/chunk-000000.agr     one file a chunk
+  settings/experts=6/chunk-...  one file a chunk
+  report.json                   what the table and the gate read
+  engine.log  timings.jsonl     volatile: not part of what a resumed run reproduces
+```
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from agreement.errors import IdentityError, StoreError
+from agreement.store.arrays import Arrays, read_arrays, write_arrays, write_file
+
+FORMAT = "agreement-run"
+FORMAT_VERSION = 1
+BASELINE_PASS = "baseline"  # noqa: S105  # a pass over the corpus, not a password
+LOCK_WAIT_SECONDS = 3.0  # a killed run's worker needs a moment to let go of the lock it inherited
+
+
+def pass_folder(name: str) -> str:
+    """Return the folder of a pass inside a run; names are kept readable and made safe for any file system."""
+    if name == BASELINE_PASS:
+        return BASELINE_PASS
+    return "settings/" + quote(name, safe="=,+")
+
+
+class RunStore:
+    """One run directory, opened.
+
+    Attributes:
+        path: The directory.
+        header: The content of `run.json`: `identity`, `about`, `settings` (names in order) and `passes`.
+    """
+
+    def __init__(self, path: Path, header: dict[str, Any]) -> None:
+        self.path = path
+        self.header = header
+
+    @classmethod
+    def create(cls, path: Path, identity: dict[str, Any], about: dict[str, Any]) -> RunStore:
+        """Make a run directory and write its `run.json`.
+
+        Raises:
+            StoreError: There is a run at `path` already, something else is in the way, or it cannot be written.
+        """
+        if (path / "run.json").exists():
+            raise StoreError(f"{path} already holds a run; continue it with --resume or choose another -o")
+        if path.exists() and (not path.is_dir() or any(p.name != ".lock" for p in path.iterdir())):
+            raise StoreError(f"{path} exists and is not a run directory; choose another -o")
+        store = cls(path, {"identity": identity, "about": about, "settings": [], "passes": {}})
+        make_folder(path)
+        store.save_header()
+        return store
+
+    @classmethod
+    def open(cls, path: Path) -> RunStore:
+        """Open an existing run.
+
+        Raises:
+            StoreError: No run there, a damaged `run.json`, or another format version.
+        """
+        file = path / "run.json"
+        try:
+            header = json.loads(file.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
+            raise StoreError(f"{path} is not a run directory (no run.json); make one with `agreement sweep`") from None
+        except (OSError, ValueError) as error:
+            raise StoreError(f"{file} cannot be read ({error}); record the run again") from error
+        if not isinstance(header, dict) or header.pop("format", None) != FORMAT:
+            raise StoreError(f"{file} is not a run of agreement")
+        version = header.pop("format_version", None)
+        if version != FORMAT_VERSION:
+            raise StoreError(f"{file} has format version {version}, this program reads {FORMAT_VERSION}; record it again")
+        missing = {"identity", "about", "settings", "passes"} - header.keys()
+        if missing:
+            raise StoreError(f"{file} lacks {sorted(missing)[0]!r}; record the run again")
+        return cls(path, header)
+
+    def save_header(self) -> None:
+        """Write `run.json`: the same content gives the same bytes."""
+        data = {"format": FORMAT, "format_version": FORMAT_VERSION, **self.header}
+        text = json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+        write_file(self.path / "run.json", text.encode(), durable=True)
+
+    def require_identity(self, identity: dict[str, Any], *, ignore: tuple[str, ...] = ()) -> None:
+        """Refuse to go on if something differs that must be equal.
+
+        Raises:
+            IdentityError: Names the first field that differs, with both values.
+        """
+        ours, theirs = dict(_flatten(self.header["identity"])), dict(_flatten(identity))
+        for field in sorted(ours.keys() | theirs.keys()):
+            if field.split(".")[0] in ignore or ours.get(field) == theirs.get(field):
+                continue
+            raise IdentityError(
+                f"{self.path} was recorded with {field} = {ours.get(field)}, now it is {theirs.get(field)}; "
+                "use the same, or start a new run with another -o"
+            )
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[int]:
+        """Hold the run for writing; yields the lock's file descriptor, for a worker process to inherit.
+
+        Raises:
+            StoreError: Another process holds it.
+        """
+        make_folder(self.path)
+        with lock_file(self.path / ".lock", f"{self.path} is in use by another process") as descriptor:
+            yield descriptor
+
+    def chunk_path(self, pass_name: str, index: int) -> Path:
+        """Return the file of one chunk of one pass."""
+        return self.path / pass_folder(pass_name) / f"chunk-{index:06d}.agr"
+
+    def has_chunk(self, pass_name: str, index: int) -> bool:
+        """Say whether that chunk is there; files appear only whole."""
+        return self.chunk_path(pass_name, index).exists()
+
+    def write_chunk(self, pass_name: str, index: int, arrays: Arrays, meta: dict[str, Any]) -> None:
+        """Write one chunk of one pass."""
+        path = self.chunk_path(pass_name, index)
+        make_folder(path.parent)
+        write_arrays(path, arrays, {"pass": pass_name, "chunk": index, **meta})
+
+    def read_chunk(self, pass_name: str, index: int, names: tuple[str, ...] | None = None) -> tuple[Arrays, dict[str, Any]]:
+        """Read one chunk of one pass; see `read_arrays`.
+
+        Raises:
+            StoreError: It is missing, damaged, or belongs to another pass or chunk.
+        """
+        path = self.chunk_path(pass_name, index)
+        arrays, meta = read_arrays(path, names)
+        if (meta.get("pass"), meta.get("chunk")) != (pass_name, index):
+            raise StoreError(f"{path} holds chunk {meta.get('chunk')} of {meta.get('pass')}; delete it and --resume")
+        return arrays, meta
+
+    def write_chunks(self, arrays: Arrays, meta: dict[str, Any]) -> None:
+        """Write the token windows of the run."""
+        write_arrays(self.path / "chunks.agr", arrays, meta, durable=True)
+
+    def read_chunks(self) -> tuple[Arrays, dict[str, Any]]:
+        """Read the token windows of the run."""
+        return read_arrays(self.path / "chunks.agr")
+
+    def finish_pass(self, pass_name: str, facts: dict[str, Any]) -> None:
+        """Note in `run.json` that a pass is complete, with what the engine proved."""
+        self.header["passes"][pass_name] = facts
+        self.save_header()
+
+    def is_finished(self, pass_name: str) -> bool:
+        """Say whether `run.json` calls the pass complete."""
+        return pass_name in self.header["passes"]
+
+    def write_report(self, data: dict[str, Any]) -> None:
+        """Write `report.json`."""
+        text = json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+        write_file(self.path / "report.json", text.encode(), durable=True)
+
+    def read_report(self) -> dict[str, Any]:
+        """Read `report.json`.
+
+        Raises:
+            StoreError: There is none, or it is damaged.
+        """
+        return read_json(self.path / "report.json", "no report yet; finish the run with --resume")
+
+    def add_timing(self, entry: dict[str, Any]) -> None:
+        """Append one line to `timings.jsonl`."""
+        with (self.path / "timings.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry, sort_keys=True) + "\n")
+
+    def read_timings(self) -> list[dict[str, Any]]:
+        """Return the whole lines of `timings.jsonl`; a line cut short by a kill is passed over."""
+        try:
+            lines = (self.path / "timings.jsonl").read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            return []
+        entries = []
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                entries.append(json.loads(line))
+        return entries
+
+
+def read_json(path: Path, when_missing: str) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        StoreError: The file is missing (with `when_missing`), unreadable, or not an object.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise StoreError(f"{path}: {when_missing}") from None
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{path} cannot be read ({error})") from error
+    if not isinstance(data, dict):
+        raise StoreError(f"{path} is not a JSON object")
+    return data
+
+
+@contextlib.contextmanager
+def lock_file(path: Path, message: str) -> Iterator[int]:
+    """Hold an exclusive lock on `path`, which is created if need be."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        deadline = time.monotonic() + LOCK_WAIT_SECONDS
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise StoreError(f"{message}; wait for it to end") from None
+                time.sleep(0.05)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder with its parents.
+
+    Raises:
+        StoreError: The file system refuses.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"cannot make {path}: {error.strerror or error}; choose another place") from error
+
+
+def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _flatten(inner, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value

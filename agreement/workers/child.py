@@ -1,0 +1,69 @@
+"""The worker process: `python -m agreement.workers.child FD`, started by `WorkerRunner`.
+
+In: pickled calls of `PassRunner` methods on a pipe.  Out: progress and results on the same pipe; the engine's log on
+standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from multiprocessing.connection import Connection
+
+from agreement.errors import AgreementError
+from agreement.recording import PassRunner, Progress
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_parent() -> None:
+    """Die when the parent dies, so that a killed run leaves nobody writing; where the kernel offers it."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def serve(pipe: Connection) -> None:
+    """Answer calls until the pipe closes.
+
+    A message is `(method, args, kwargs)`, the first one `("", args of PassRunner, {})`.  Answers are
+    `("progress", Progress)`, `("result", value)`, `("error", AgreementError)`.
+    """
+    _, args, _ = pipe.recv()
+    # Line by line and at once: if the engine aborts, its last words must already be in the file.
+    runner: PassRunner | None = None
+    while True:
+        try:
+            if runner is None:
+                runner = PassRunner(*args, log=lambda line: print(line, file=sys.stderr, flush=True))
+                answer: object = None
+            else:
+                method, args, kwargs = pipe.recv()
+                if method in ("record_baseline", "run_setting"):
+                    kwargs["progress"] = lambda progress: _send_progress(pipe, progress)
+                answer = getattr(runner, method)(*args, **kwargs)
+            pipe.send(("result", answer))
+        except EOFError:
+            return
+        except AgreementError as error:
+            pipe.send(("error", error))
+
+
+def _send_progress(pipe: Connection, progress: Progress) -> None:
+    pipe.send(("progress", progress))
+
+
+def main() -> None:
+    """Serve on the pipe whose descriptor is the first argument; the second is the parent's process id."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    _end_with_parent()
+    if os.getppid() != int(sys.argv[2]):  # it died before the line above
+        return
+    with Connection(int(sys.argv[1])) as pipe, contextlib.suppress(BrokenPipeError):
+        serve(pipe)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""The parent's side of a worker process.
+
+In: calls.  Out: results, progress, and an `EngineError` with the engine's last words if the process dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from agreement.engine.log import EngineLog
+from agreement.errors import EngineError
+from agreement.preflight import Preflight
+from agreement.recording import LogitsMode, PassRunner, Progress, ProgressListener, Vocabulary
+from agreement.records import ChunkSet, EngineOptions, ModelFile, Setting
+from agreement.store import RunStore
+
+_LAST_BYTES = 65536
+
+
+class Runner(Protocol):
+    """What runs passes: `PassRunner` in this process, `WorkerRunner` in another."""
+
+    def tokenise(self, texts: Sequence[str]) -> Vocabulary:
+        """See `PassRunner.tokenise`."""
+        ...
+
+    def preflight(self, chunks: ChunkSet) -> Preflight:
+        """See `PassRunner.preflight`."""
+        ...
+
+    def record_baseline(
+        self, run: RunStore, *, logits: LogitsMode, top_k: int | None = None, progress: ProgressListener = ...
+    ) -> dict[str, Any]:
+        """See `PassRunner.record_baseline`."""
+        ...
+
+    def run_setting(self, run: RunStore, setting: Setting, *, progress: ProgressListener = ...) -> dict[str, Any]:
+        """See `PassRunner.run_setting`."""
+        ...
+
+    def close(self) -> None:
+        """Free the engine."""
+        ...
+
+
+def _ignore(_progress: Progress) -> None:
+    """Listen to nothing."""
+
+
+class WorkerRunner:
+    """Runs `PassRunner` in a process of its own.
+
+    The process starts with the first call and serves all later ones; after a crash the next call starts another.
+
+    Args:
+        model: The model file.
+        options: Engine options.
+        n_ctx: Tokens a chunk.
+        log_path: File that takes the engine's log and whatever it prints while dying.
+        lock: Descriptor of the run's lock; the worker inherits it, so the run stays locked as long as anyone writes.
+    """
+
+    def __init__(
+        self, model: ModelFile, options: EngineOptions, n_ctx: int, *, log_path: Path, lock: int | None = None
+    ) -> None:
+        self._args = (model, options, n_ctx)
+        self._log_path = log_path
+        self._lock = lock
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Any = None
+
+    def tokenise(self, texts: Sequence[str]) -> Vocabulary:
+        """See `PassRunner.tokenise`."""
+        result: Vocabulary = self._call("tokenise", (list(texts),))
+        return result
+
+    def preflight(self, chunks: ChunkSet) -> Preflight:
+        """See `PassRunner.preflight`."""
+        result: Preflight = self._call("preflight", (chunks,))
+        return result
+
+    def record_baseline(
+        self,
+        run: RunStore,
+        *,
+        logits: LogitsMode,
+        top_k: int | None = None,
+        progress: ProgressListener = _ignore,
+    ) -> dict[str, Any]:
+        """See `PassRunner.record_baseline`."""
+        result: dict[str, Any] = self._call(
+            "record_baseline", (run,), {"logits": logits, "top_k": top_k}, progress=progress
+        )
+        return result
+
+    def run_setting(self, run: RunStore, setting: Setting, *, progress: ProgressListener = _ignore) -> dict[str, Any]:
+        """See `PassRunner.run_setting`."""
+        result: dict[str, Any] = self._call("run_setting", (run, setting), progress=progress)
+        return result
+
+    def close(self) -> None:
+        """End the worker, whatever it is doing."""
+        if self._process is None:
+            return
+        self._pipe.close()
+        self._process.kill()
+        self._process.wait()
+        self._process = None
+
+    def _start(self) -> None:
+        ours, theirs = multiprocessing.Pipe()
+        keep = (theirs.fileno(), *(() if self._lock is None else (self._lock,)))
+        # OpenMP threads that spin after each graph take the processor from the scoring threads.
+        environment = {"OMP_WAIT_POLICY": "passive", **os.environ}
+        with self._log_path.open("ab") as log:
+            self._process = subprocess.Popen(  # noqa: S603  # our own interpreter and module
+                [sys.executable, "-m", "agreement.workers.child", str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=keep,
+                env=environment,
+            )
+        theirs.close()
+        self._pipe = ours
+        self._exchange(("", self._args, {}), _ignore, "start")
+
+    def _call(
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        *,
+        progress: ProgressListener = _ignore,
+    ) -> Any:
+        if self._process is None:
+            self._start()
+        return self._exchange((method, args, kwargs or {}), progress, method)
+
+    def _exchange(self, message: tuple[str, Any, Any], progress: ProgressListener, what: str) -> Any:
+        last: Progress | None = None
+        try:
+            self._pipe.send(message)
+            while True:
+                kind, value = self._pipe.recv()
+                if kind == "progress":
+                    last = value
+                    progress(value)
+                elif kind == "error":
+                    raise value
+                else:
+                    return value
+        except (EOFError, ConnectionError):
+            raise EngineError(self._obituary(what, last)) from None
+        except KeyboardInterrupt:
+            self.close()
+            raise
+
+    def _obituary(self, what: str, last: Progress | None) -> str:
+        """Return one line on how the worker died: signal or status, where it was, its last words."""
+        process, self._process = self._process, None
+        status = process.wait() if process is not None else 0
+        cause = f"exit status {status}"
+        if status < 0:
+            with contextlib.suppress(ValueError):
+                cause = signal.Signals(-status).name
+        where = f"{last.pass_name} after chunk {last.done} of {last.total}" if last else what.replace("_", " ")
+        hint = " (out of memory?)" if status == -signal.SIGKILL else ""
+        return (
+            f"the engine's process died with {cause}{hint} during {where}: {self._last_words()}; "
+            f"its whole log is {self._log_path}; whole chunks are kept, --resume goes on from there"
+        )
+
+    def _last_words(self) -> str:
+        with self._log_path.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - _LAST_BYTES))
+            tail = file.read().decode("utf-8", errors="replace")
+        log = EngineLog()
+        log.feed(tail + "\n")
+        return log.last_words()
+
+
+def in_process(
+    model: ModelFile, options: EngineOptions, n_ctx: int, log: Callable[[str], None] | None = None
+) -> PassRunner:
+    """Return a runner in this process, for notebooks and tests: an engine that aborts takes the process with it."""
+    return PassRunner(model, options, n_ctx, log=log)
