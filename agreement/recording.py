@@ -55,6 +55,7 @@ class Vocabulary:
         tokens: One (n,) int32 array a text.
         bos: The token that starts every chunk, or None if the model asks for none.
         n_vocab: Size of the vocabulary.
+        digest: Digest of all token texts.
         info: The engine.
         options: Engine options with every default made explicit.
     """
@@ -62,6 +63,7 @@ class Vocabulary:
     tokens: tuple[Int32Array, ...]
     bos: int | None
     n_vocab: int
+    digest: str
     info: EngineInfo
     options: EngineOptions
 
@@ -99,7 +101,9 @@ class PassRunner:
         )
         try:
             tokens = tuple(engine.tokenize(text) for text in texts)
-            return Vocabulary(tokens, engine.bos, engine.n_vocab, engine.info, self.options)
+            return Vocabulary(
+                tokens, engine.bos, engine.n_vocab, engine.vocabulary_digest(), engine.info, self.options
+            )
         finally:
             engine.close()
 

@@ -6,6 +6,7 @@ Nothing here computes more than a property; nothing here reads files.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from decimal import Decimal
 from enum import Enum
 from typing import Any, Literal
 
@@ -334,6 +335,63 @@ class Verdict(Enum):
     INCONCLUSIVE = "inconclusive"
 
 
+Metric = Literal["agreement", "ppl_ratio", "ppl_delta", "kld"]
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """What a gate asks of one number of one setting.
+
+    Attributes:
+        setting: Name of the row, e.g. `experts=7`.
+        metric: Which estimate of the row.
+        op: `>=` or `<=`; the bound itself is on the good side.
+        bound: In the metric's own unit, agreement as a fraction.
+        confidence: Least nominal coverage that the interval must have; None takes whatever the report has.
+        against: Empty, or the name of an earlier report: then `bound` is for the change since that report.
+    """
+
+    setting: str
+    metric: Metric
+    op: Literal[">=", "<="]
+    bound: float
+    confidence: float | None = None
+    against: str = ""
+
+    def __str__(self) -> str:
+        """Return it in the form that `gate.parse_requirement` reads, or for a change in one for people."""
+        bound = _percent(self.bound) if self.metric == "agreement" else repr(self.bound)
+        change = " change" if self.against else ""
+        confidence = "" if self.confidence is None else f" @{_percent(self.confidence)}"
+        against = f" against {self.against}" if self.against else ""
+        return f"{self.setting} {self.metric}{change}{self.op}{bound}{confidence}{against}"
+
+
+def _percent(fraction: float) -> str:
+    """Return every digit of the fraction as a percentage: 0.9 is `90%`."""
+    return f"{(Decimal(repr(fraction)).scaleb(2)).normalize():f}%"
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A requirement held against an estimate.
+
+    Attributes:
+        requirement: What was asked.
+        estimate: What the run has; for a requirement against an earlier report, the change since then.
+        verdict: The answer.
+        clusters_needed: If inconclusive, how many clusters in all would settle it at the present estimate; None if
+            settled, or if no number of clusters would, or none can be told.
+        reason: One clause for people, without numbers that were rounded.
+    """
+
+    requirement: Requirement
+    estimate: Estimate
+    verdict: Verdict
+    clusters_needed: int | None
+    reason: str
+
+
 @dataclass(frozen=True)
 class Row:
     """One setting of the agreement-vs-experts table.
@@ -381,6 +439,7 @@ class Report:
         baseline_accuracy: Share of positions where the baseline's argmax is the true next token.
         rows: One a setting, in the order asked for.
         notes: Warnings and remarks that belong to the whole run.
+        baseline_expert_bytes: Bytes of routed experts read per token by the baseline, None if not known.
     """
 
     title: str
@@ -389,3 +448,4 @@ class Report:
     baseline_accuracy: float
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
+    baseline_expert_bytes: int | None = None

@@ -34,7 +34,7 @@ WeightType = Literal["f32", "f16"]
 _COMMON = (  # Merges, so that a token is not always a byte; `Ġ` is how byte-level BPE writes a space.
     "Ġ Ġ", "ĠĠ ĠĠ", "Ġ t", "h e", "i n", "r e", "o n", "Ġt he", "e r", "Ġ a", "a t", "Ġ s", "e n", "o r", "Ġ =", "s e",
     "Ġ c", "l e", "i on", "e s", "Ġ f", "Ġ i", "in g", "s t", "a n", "l f", "se lf", "r o", "d e", "u r", "t ion",
-    "m e", "Ġ o", "Ġo f", "re t", "ret ur", "retur n", "Ġ re", "Ġi n", "n e",
+    "m e", "Ġ o", "Ġo f", "re t", "ret ur", "retur n", "Ġ re", "Ġ in", "n e",
 )  # fmt: skip
 BOS_TEXT = "<|begin|>"
 EOS_TEXT = "<|end|>"
@@ -70,7 +70,11 @@ def vocabulary(n_vocab: int = N_VOCAB) -> tuple[list[str], list[int], list[str]]
 
 @dataclass(frozen=True)
 class Dims:
-    """Sizes of a model; see llama.cpp's names for them."""
+    """Sizes of a model, in llama.cpp's names, and two scales.
+
+    The larger `router_gain`, the less the last of the chosen experts weigh; `expert_gain` times the family's own scale
+    is what the experts add to the residual stream.  Together they set how much a dropped expert changes.
+    """
 
     n_vocab: int = N_VOCAB
     n_layer: int = 2
@@ -82,6 +86,8 @@ class Dims:
     n_expert_used: int = 8
     n_ff_exp: int = 32
     n_ctx_train: int = 4096
+    router_gain: float = 1.5
+    expert_gain: float = 1.0
 
     @property
     def head(self) -> int:
@@ -155,15 +161,14 @@ def _attention(p: str, d: Dims) -> Iterator[TensorSpec]:
     yield _matrix(f"{p}.attn_output", d.n_embd, d.n_head * d.head)
 
 
-_ROUTER_GAIN = 1.5  # router logits of that spread: the eighth of 8 experts gets a few percent of the weight
 _EXPERT_GAIN = 6.0  # SiLU gating shrinks the variance; several experts' outputs average out
 
 
 def _moe(p: str, d: Dims, gain: float = _EXPERT_GAIN) -> Iterator[TensorSpec]:
-    yield replace(_matrix(f"{p}.ffn_gate_inp", d.n_expert, d.n_embd, _ROUTER_GAIN), vector=True)
+    yield replace(_matrix(f"{p}.ffn_gate_inp", d.n_expert, d.n_embd, d.router_gain), vector=True)
     yield _experts(f"{p}.ffn_gate_exps", d.n_expert, d.n_ff_exp, d.n_embd)
     yield _experts(f"{p}.ffn_up_exps", d.n_expert, d.n_ff_exp, d.n_embd)
-    yield _experts(f"{p}.ffn_down_exps", d.n_expert, d.n_embd, d.n_ff_exp, gain)
+    yield _experts(f"{p}.ffn_down_exps", d.n_expert, d.n_embd, d.n_ff_exp, gain * d.expert_gain)
 
 
 def _shared(p: str, d: Dims, n_ff: int) -> Iterator[TensorSpec]:

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from agreement.corpus.languages import language_of
-from agreement.corpus.rules import Rules, Unusable, check_size, check_text, decode
+from agreement.corpus.rules import AS_GIVEN, Rules, Unusable, check_size, check_text, decode
 from agreement.errors import CorpusError, UsageError
 from agreement.records import Corpus, Document, Skipped
 
@@ -47,10 +47,18 @@ class Selection:
 
 @dataclass
 class Collection:
-    """A corpus being put together."""
+    """A corpus being put together.
+
+    Attributes:
+        selection: Which documents are wanted.
+        rules: What counts as usable text; None for `Rules()` on files and `AS_GIVEN` on rows of a data set.
+        documents: Taken so far, by name.
+        skipped: Left out so far.
+        notes: Remarks so far.
+    """
 
     selection: Selection
-    rules: Rules
+    rules: Rules | None = None
     documents: dict[str, Document] = field(default_factory=dict)
     skipped: list[Skipped] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -65,7 +73,8 @@ class Collection:
         try:
             language = language_of(name) if language is None else language
             self._check_wanted(name, language)
-            self._add(name, _read(path, self.rules), language)
+            rules = self.rules or Rules()
+            self._add(name, _read(path, rules), language, rules)
         except Unusable as reason:
             self.skip(name, str(reason))
 
@@ -73,9 +82,7 @@ class Collection:
         """Take a text, or record why not."""
         try:
             self._check_wanted(name, language)
-            if "\0" in text:
-                raise Unusable(f"binary: NUL byte at offset {text.index(chr(0))}")
-            self._add(name, text, language)
+            self._add(name, decode(text.encode()), language, self.rules or AS_GIVEN)
         except Unusable as reason:
             self.skip(name, str(reason))
 
@@ -88,8 +95,8 @@ class Collection:
         if wanted.languages and language not in wanted.languages:
             raise Unusable(f"other language: {language or 'unknown'}")
 
-    def _add(self, name: str, text: str, language: str) -> None:
-        check_text(name, text, self.rules)
+    def _add(self, name: str, text: str, language: str, rules: Rules) -> None:
+        check_text(name, text, rules)
         digest = hashlib.sha256(text.encode()).hexdigest()
         if digest in self._by_digest:
             raise Unusable(f"duplicate: same text as {self._by_digest[digest]}")
@@ -142,7 +149,9 @@ def fingerprint(names_and_digests: Iterable[tuple[str, str]]) -> str:
 def matches(name: str, patterns: Sequence[str]) -> bool:
     """Say whether a name matches a shell pattern; `*` also crosses `/`, and without `/` the last part is enough."""
     base = name.rsplit("/", 1)[-1]
-    return any(fnmatchcase(name, pattern) or ("/" not in pattern and fnmatchcase(base, pattern)) for pattern in patterns)
+    return any(
+        fnmatchcase(name, pattern) or ("/" not in pattern and fnmatchcase(base, pattern)) for pattern in patterns
+    )
 
 
 def counted(skipped: Iterable[Skipped]) -> dict[str, int]:

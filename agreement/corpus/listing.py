@@ -119,7 +119,7 @@ def _sorted_out(root: Path, names: set[str]) -> tuple[tuple[tuple[str, Path], ..
     files: list[tuple[str, Path]] = []
     skipped: list[Skipped] = []
     for name in sorted(names):
-        reason = _reason_not_to_open(inside, name)
+        reason = _reason_in_name(name) or _reason_not_to_open(inside / name, inside)
         if reason:
             skipped.append(Skipped(_printable(name), reason))
         else:
@@ -127,16 +127,18 @@ def _sorted_out(root: Path, names: set[str]) -> tuple[tuple[tuple[str, Path], ..
     return tuple(files), skipped
 
 
-def _reason_not_to_open(root: Path, name: str) -> str:
-    """Return why a path below `root` (itself resolved) is not to be read as a file, or nothing."""
-    path = root / name
+def _reason_in_name(name: str) -> str:
+    """Return why a file is left out for its name alone, or nothing."""
     if name != _printable(name):
         return "name is not UTF-8"
-    if path.name.startswith("."):
-        return "hidden file"
+    return "hidden file" if name.rpartition("/")[2].startswith(".") else ""
+
+
+def _reason_not_to_open(path: Path, root: Path) -> str:
+    """Return why a path below `root` (itself resolved) is not to be read as a file, or nothing."""
     try:
         linked = path.is_symlink()
-        if linked and not path.resolve().is_relative_to(root):
+        if not path.resolve().is_relative_to(root):  # the link may also be one of the folders on the way
             return "symlink pointing outside"
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -149,5 +151,5 @@ def _reason_not_to_open(root: Path, name: str) -> str:
 
 
 def _printable(name: str) -> str:
-    """Return a name with the bytes that are not UTF-8 spelled as `\\xNN`."""
+    """Return a name with the bytes that are not UTF-8 spelled in hex."""
     return os.fsencode(name).decode("utf-8", errors="backslashreplace")

@@ -16,11 +16,24 @@ from agreement.errors import UsageError
 # A comment that says so belongs to the head of a file; further down it may be what the file is about.
 _HEAD_LINES = 10
 _GENERATED = re.compile(
-    r"@gen" r"erated\b|\bDO NOT " r"EDIT\b|\bCode gen" r"erated by\b"  # split, so that this file is not one itself
-    r"|(?i:\bauto(?:matically |-| )?gen" r"erated (?:by|from|file)\b|\bfile (?:is|was) auto(?:matically |-)?generated\b)"
+    r"@gen"
+    r"erated\b|\bDO NOT "
+    r"EDIT\b|\bCode gen"
+    r"erated by\b"  # split, so that this file is not one itself
+    r"|(?i:\bauto(?:matically |-| )?gen"
+    r"erated (?:by|from|file)\b|\bfile (?:is|was) auto(?:matically |-)?generated\b)"
 )
 _LOCK_FILES = frozenset(
-    {"cargo.lock", "composer.lock", "go.sum", "package-lock.json", "pnpm-lock.yaml", "poetry.lock", "uv.lock", "yarn.lock"}
+    {
+        "cargo.lock",
+        "composer.lock",
+        "go.sum",
+        "package-lock.json",
+        "pnpm-lock.yaml",
+        "poetry.lock",
+        "uv.lock",
+        "yarn.lock",
+    }
 )
 _MINIFIED_NAME = re.compile(r"\.min\.(?:c|m)?(?:js|css|html)$")
 _MINIFIED_LANGUAGES = frozenset({"javascript", "css", "html"})

@@ -68,6 +68,10 @@ class Engine(Protocol):
         """Return the ids of `text`, without special tokens added."""
         ...
 
+    def vocabulary_digest(self) -> str:
+        """Return a hex digest of all token texts in order: equal for models whose ids mean the same."""
+        ...
+
     def decode(
         self, tokens: Int32Array, first: int, last: int, *, piece: int | None = None
     ) -> Iterator[LogitsPart]:

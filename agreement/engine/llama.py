@@ -13,6 +13,7 @@ from importlib import metadata
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from agreement.engine.base import EngineInfo, LogitsPart, SettingProof
 from agreement.engine.log import EngineLog
@@ -179,6 +180,14 @@ class LlamaEngine:
             if n >= 0:
                 return buffer[:n].copy()
             room = -n
+
+    def vocabulary_digest(self) -> str:
+        """Return a digest of all token texts; see `Engine.vocabulary_digest`."""
+        digest = xxhash.xxh3_128()
+        for token in range(self.n_vocab):
+            digest.update(llama.llama_vocab_get_text(self._vocab, token) or b"")
+            digest.update(b"\0")
+        return digest.hexdigest()
 
     def decode(self, tokens: Int32Array, first: int, last: int, *, piece: int | None = None) -> Iterator[LogitsPart]:
         """Yield logits part by part; see `Engine.decode`."""

@@ -149,10 +149,11 @@ def _read(path: Path, file: BinaryIO, *, allow_truncated: bool) -> LogitsFile:
         chunk, position = divmod(int(wrong[0]), n_ctx)
         token = int(tokens[chunk, position])
         raise LogitsFileError(
-            f"{path}: token {token} at position {position} of chunk {chunk} is not in 0..{n_vocab - 1}; the file is damaged"
+            f"{path}: token {token} at position {position} of chunk {chunk} is not in 0..{n_vocab - 1}; "
+            "the file is damaged"
         )
     n_rows = rows_per_chunk(n_ctx)
-    scale, min_log_prob = _read_heads(path, file, body_offset(n_ctx, claimed), n_chunk * n_rows, 2 * row_codes(n_vocab))
+    scale, min_log_prob = _read_heads(path, body_offset(n_ctx, claimed), n_chunk * n_rows, 2 * row_codes(n_vocab))
     if (found := bad_head(scale, min_log_prob, n_vocab)) is not None:
         chunk, row = divmod(found[0], n_rows)
         raise LogitsFileError(f"{path}: chunk {chunk}, row {row}: {found[1]}")
@@ -188,7 +189,7 @@ def _whole_chunks(path: Path, size: int, header: tuple[int, int, int], *, allow_
     return whole
 
 
-def _read_heads(path: Path, file: BinaryIO, offset: int, n: int, row_bytes: int) -> tuple[Float32Array, Float32Array]:
+def _read_heads(path: Path, offset: int, n: int, row_bytes: int) -> tuple[Float32Array, Float32Array]:
     """Return scale and min_log_prob of all `n` rows, reading as little as is quick."""
     heads = np.empty((n, 2), dtype=FLOAT)
     block = 1 if row_bytes > _SMALL_ROW else _HEADS_BLOCK // row_bytes
@@ -210,7 +211,7 @@ def read_into(file: BinaryIO, offset: int, out: np.ndarray[tuple[int, ...], np.d
         LogitsFileError: The file ends there, so it has changed since it was opened.
     """
     file.seek(offset)
-    view = memoryview(out).cast("B")
+    view = out.data.cast("B")
     while view:
         got = file.readinto(view)  # type: ignore[attr-defined]  # an unbuffered binary file has it
         if not got:

@@ -55,7 +55,8 @@ def quantise(logits: Float32Array, *, max_nats: float = LLAMA_CPP_NATS) -> Quant
 
     Per row, all in float32 but the sum: with `lo = max(min(x), max(x) - max_nats)` and
     `lse = log(sum(exp(x - max(x))))`, it stores `scale = (max(x) - lo) / 65535`,
-    `min_log_prob = lo - max(x) - lse`, and the code `round(x - lo) / scale)` with halves to even, 0 at or below `lo`.
+    `min_log_prob = lo - max(x) - lse`, and the code `round((x - lo) * (1 / scale))` with halves to even, 0 at or below
+    `lo`.
     Codes and scales are bit for bit those of the tool on a machine whose compiler does not fuse multiply and add
     (x86-64 by default); `min_log_prob` may differ by one unit in the last place, where `exp` of two libraries does.
 
@@ -67,7 +68,9 @@ def quantise(logits: Float32Array, *, max_nats: float = LLAMA_CPP_NATS) -> Quant
         LogitsFileError: The shape is wrong, or a row holds NaN or +inf, or -inf only.
     """
     if logits.ndim != 2 or logits.shape[1] < 2:
-        raise LogitsFileError(f"logits of shape {logits.shape} cannot be stored; give (n_rows, n_vocab) with n_vocab > 1")
+        raise LogitsFileError(
+            f"logits of shape {logits.shape} cannot be stored; give (n_rows, n_vocab) with n_vocab > 1"
+        )
     x = np.asarray(logits, dtype=np.float32)
     top = x.max(axis=1, initial=-np.inf)
     if not np.isfinite(top).all():  # a NaN anywhere makes the maximum NaN
@@ -101,7 +104,8 @@ def clipped_rows(scale: Float32Array) -> NDArray[np.bool_]:
     """Return which rows, (n_rows,) bool, are cut off at either writer's limit, so that code 0 means "this or less"."""
     span = scale.astype(np.float64) * TOP_CODE
     return np.asarray(
-        (np.abs(span - LLAMA_CPP_NATS) <= SPAN_TOLERANCE) | (np.abs(span - IK_LLAMA_NATS) <= SPAN_TOLERANCE), dtype=np.bool_
+        (np.abs(span - LLAMA_CPP_NATS) <= SPAN_TOLERANCE) | (np.abs(span - IK_LLAMA_NATS) <= SPAN_TOLERANCE),
+        dtype=np.bool_,
     )
 
 

@@ -85,7 +85,7 @@ def _write_rows(path: Path, file: BinaryIO, n_vocab: int, n: int, blocks: Iterab
         head = np.stack([block.scale, block.min_log_prob], axis=1).astype(FLOAT)
         data[:, :HEAD_CODES] = head.view(CODE)
         data[:, HEAD_CODES : HEAD_CODES + n_vocab] = block.codes
-        file.write(memoryview(data).cast("B"))
+        file.write(data.data.cast("B"))
         done += size
     if done < n:
         raise LogitsFileError(f"{path}: {done} rows given, {n} expected for these tokens")

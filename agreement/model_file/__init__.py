@@ -8,17 +8,20 @@ and size: llama.cpp does not load them for plain decoding.
 
 from __future__ import annotations
 
-import os
 import re
+from os import PathLike, fspath
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agreement.errors import ModelFileError
 from agreement.model_file.architectures import rescaled, warnings
 from agreement.model_file.digest import model_digest
 from agreement.model_file.facts import ExpertRow, describe, expert_rows, size_text
-from agreement.model_file.header import Header, Tensor
 from agreement.model_file.shards import read_shards
 from agreement.records import ModelFile
+
+if TYPE_CHECKING:
+    from agreement.model_file.header import Header, Tensor
 
 __all__ = [
     "ExpertRow",
@@ -32,12 +35,12 @@ __all__ = [
 
 # Names from llama.cpp's `src/llama-arch.cpp`; the suffix is `weight`, `bias` (gpt-oss) or `scale`.  The smaller second
 # set of grovemoe (`_chexps`) follows another count and is taken as resident.
-_ROUTED = re.compile(r"blk\.\d+\.ffn_(gate|up|down|gate_up)_exps\..+")
-_SHARED = re.compile(r"blk\.\d+\.ffn_(gate|up|down)_shexp\..+")
-_BLOCK = re.compile(r"blk\.(\d+)\..+")
+_ROUTED = re.compile(r"blk\.[0-9]+\.ffn_(gate|up|down|gate_up)_exps\..+")
+_SHARED = re.compile(r"blk\.[0-9]+\.ffn_(gate|up|down)_shexp\..+")
+_BLOCK = re.compile(r"blk\.([0-9]{1,9})\..+")
 
 
-def read_model_file(path: str | os.PathLike[str]) -> ModelFile:
+def read_model_file(path: str | PathLike[str]) -> ModelFile:
     """Read what a model's header says, all shards included, without touching tensor data.
 
     Args:
@@ -46,7 +49,7 @@ def read_model_file(path: str | os.PathLike[str]) -> ModelFile:
     Raises:
         ModelFileError: The file is unreadable, no GGUF, cut short, damaged, lacks a shard, or is no language model.
     """
-    headers = read_shards(os.fspath(path))
+    headers = read_shards(fspath(path))
     first = headers[0]
     architecture = first.scalars.get("general.architecture")
     kind = first.scalars.get("general.type", "model")
@@ -55,6 +58,8 @@ def read_model_file(path: str | os.PathLike[str]) -> ModelFile:
         raise ModelFileError(f"{first.path}: {what}, not a language model; give the model's own file")
     n_predict = _count(first, f"{architecture}.nextn_predict_layers", 0)
     n_layer = _count(first, f"{architecture}.block_count") - n_predict
+    if n_layer < 0:
+        raise ModelFileError(f"{first.path}: damaged, {n_predict} of {n_layer + n_predict} blocks are for prediction")
     tensors = [t for header in headers for t in header.tensors if _block(t) < n_layer]
     n_expert = _count(first, f"{architecture}.expert_count", 0)
     routed = [t for t in tensors if _ROUTED.fullmatch(t.name)] if n_expert else []

@@ -8,13 +8,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import BinaryIO
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from agreement.errors import ModelFileError
 from agreement.model_file.header import read_header
-from agreement.records import ModelFile
+
+if TYPE_CHECKING:
+    from io import FileIO
+
+    from agreement.records import ModelFile
 
 Progress = Callable[[int, int], None]
 
@@ -61,7 +65,7 @@ def model_digest(model: ModelFile, progress: Progress | None = None, *, quick: b
 
 
 @contextmanager
-def _opened(path: str) -> Iterator[BinaryIO]:
+def _opened(path: str) -> Iterator[FileIO]:
     try:
         with open(path, "rb", buffering=0) as file:  # noqa: PTH123  (paths travel as text in the records)
             yield file
@@ -85,12 +89,12 @@ def _quick_spans(path: str) -> list[tuple[int, int]]:
     return [(0, start), *((start + last * i // (_SAMPLES - 1), _SAMPLE) for i in range(_SAMPLES))]
 
 
-def _pieces(file: BinaryIO, parts: list[tuple[int, int]], buffer: memoryview, path: str) -> Iterator[memoryview]:
+def _pieces(file: FileIO, parts: list[tuple[int, int]], buffer: memoryview, path: str) -> Iterator[memoryview]:
     for start, length in parts:
         file.seek(start)
         left = length
         while left:
-            n = file.readinto(buffer[: min(left, len(buffer))])  # type: ignore[attr-defined]  # BinaryIO lacks it
+            n = file.readinto(buffer[: min(left, len(buffer))])
             if not n:
                 raise ModelFileError(f"{path}: became shorter while it was read; get the file again")
             left -= n

@@ -6,8 +6,10 @@ In: a `ModelFile`.  Out: rows of text and numbers; nothing is printed here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from agreement.records import ModelFile
+if TYPE_CHECKING:
+    from agreement.records import ModelFile
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 

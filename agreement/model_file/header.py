@@ -13,6 +13,7 @@ The layout is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md,
 from __future__ import annotations
 
 import functools
+import itertools
 import mmap
 import os
 import stat
@@ -169,7 +170,7 @@ def _parse(path: str, data: mmap.mmap) -> Header:
         ) from error
     except _DamagedError as error:
         raise ModelFileError(f"{path}: damaged, {error}; get the file again") from error
-    tensors = _with_sizes(path, infos, alignment, data_offset, len(data))
+    tensors = _with_sizes(path, infos, data_offset, len(data))
     return Header(path, scalars, array_lengths, tensors, data_offset, len(data))
 
 
@@ -235,22 +236,20 @@ def _type_sizes() -> dict[int, tuple[int, int]]:
     return {int(kind): (int(block), int(size)) for kind, (block, size) in gguf.GGML_QUANT_SIZES.items()}
 
 
-def _with_sizes(path: str, infos: list[_Info], alignment: int, data_offset: int, file_size: int) -> tuple[Tensor, ...]:
+def _with_sizes(path: str, infos: list[_Info], data_offset: int, file_size: int) -> tuple[Tensor, ...]:
     """Give each tensor its size, and check that its data lies within the file.
 
-    A type that `gguf` does not know is as large as the gap to the next tensor (at most `alignment - 1` bytes too much).
+    A type that `gguf` does not know is taken to be as large as the gap to the next tensor, which may hold padding too.
     """
     ends = sorted({info.offset for info in infos} | {max(file_size - data_offset, 0)})
-    following = dict(zip(ends, ends[1:], strict=False))
+    following = dict(itertools.pairwise(ends))
     tensors: dict[str, Tensor] = {}
     for info in infos:
         if info.name in tensors:
             raise ModelFileError(f"{path}: damaged, tensor {info.name!r} is there twice; get the file again")
         block, size = _type_sizes().get(info.kind, (0, 0))
-        if block:
-            n_bytes = prod(info.shape) // block * size
-        else:
-            n_bytes = following.get(info.offset, info.offset) - info.offset
+        gap = following.get(info.offset, info.offset) - info.offset
+        n_bytes = prod(info.shape) // block * size if block else gap
         end = data_offset + info.offset + n_bytes
         if end > file_size:
             raise ModelFileError(

@@ -11,7 +11,7 @@ from pathlib import Path
 from agreement.errors import ModelFileError
 from agreement.model_file.header import Header, Scalar, read_header
 
-_SHARD_NAME = re.compile(r"(?P<prefix>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf")
+_SHARD_NAME = re.compile(r"(?P<prefix>.*)-(?P<no>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf")
 
 
 def read_shards(path: str) -> tuple[Header, ...]:

@@ -29,6 +29,9 @@ from agreement.store.arrays import Arrays, read_arrays, write_arrays, write_file
 FORMAT = "agreement-run"
 FORMAT_VERSION = 1
 BASELINE_PASS = "baseline"  # noqa: S105  # a pass over the corpus, not a password
+CHUNKS_FILE = "chunks.agr"
+# What a run that was killed before it began may have left.
+_BEFORE_A_RUN = frozenset({"lock", "engine.log", CHUNKS_FILE, f"{CHUNKS_FILE}.partial", "run.json.partial"})
 LOCK_WAIT_SECONDS = 3.0  # a killed run's worker needs a moment to let go of the lock it inherited
 
 
@@ -52,18 +55,22 @@ class RunStore:
         self.header = header
 
     @classmethod
-    def create(cls, path: Path, identity: dict[str, Any], about: dict[str, Any]) -> RunStore:
-        """Make a run directory and write its `run.json`.
+    def create(
+        cls, path: Path, identity: dict[str, Any], about: dict[str, Any], chunks: tuple[Arrays, dict[str, Any]]
+    ) -> RunStore:
+        """Make a run directory with its chunks and, last of all, its `run.json`: with that it is a run.
 
         Raises:
             StoreError: There is a run at `path` already, something else is in the way, or it cannot be written.
         """
         if (path / "run.json").exists():
             raise StoreError(f"{path} already holds a run; continue it with --resume or choose another -o")
-        if path.exists() and (not path.is_dir() or any(p.name != ".lock" for p in path.iterdir())):
+        if path.exists() and (not path.is_dir() or any(p.name.lstrip(".") not in _BEFORE_A_RUN for p in path.iterdir())):
             raise StoreError(f"{path} exists and is not a run directory; choose another -o")
         store = cls(path, {"identity": identity, "about": about, "settings": [], "passes": {}})
         make_folder(path)
+        arrays, meta = chunks
+        write_arrays(path / CHUNKS_FILE, arrays, meta, durable=True)
         store.save_header()
         return store
 
@@ -149,13 +156,9 @@ class RunStore:
             raise StoreError(f"{path} holds chunk {meta.get('chunk')} of {meta.get('pass')}; delete it and --resume")
         return arrays, meta
 
-    def write_chunks(self, arrays: Arrays, meta: dict[str, Any]) -> None:
-        """Write the token windows of the run."""
-        write_arrays(self.path / "chunks.agr", arrays, meta, durable=True)
-
     def read_chunks(self) -> tuple[Arrays, dict[str, Any]]:
         """Read the token windows of the run."""
-        return read_arrays(self.path / "chunks.agr")
+        return read_arrays(self.path / CHUNKS_FILE)
 
     def finish_pass(self, pass_name: str, facts: dict[str, Any]) -> None:
         """Note in `run.json` that a pass is complete, with what the engine proved."""

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 PROGRAM = "llama-perplexity.exe" if os.name == "nt" else "llama-perplexity"
 
@@ -54,7 +54,7 @@ class BaseRun:
         ppl: `Final estimate: PPL`; None if the tool could not estimate its error.
         chunk_ppl: Running perplexity after each chunk.
         n_expert_used: What the engine's log says it uses.
-        overrides: The log's `validate_override` lines that took, as the text after the colon.
+        overrides: The log's `validate_override` lines, the text after the colon: the overrides that took.
         output: Everything printed, both streams.
     """
 
@@ -86,7 +86,7 @@ class KldRun:
         statistics: The closing tables by their printed label with single spaces, e.g. `Mean KLD`, `99.0% KLD`,
             `Same top p` (percentages as printed). Empty with fewer than 100 positions: the tool prints none then.
         n_expert_used: What the engine's log says it uses.
-        overrides: The log's `validate_override` lines that took.
+        overrides: The same as in `BaseRun`.
         output: Everything printed, both streams.
     """
 
@@ -145,7 +145,7 @@ def _source(cache: Path) -> Path:
     """Return the unpacked source package, downloading it if there is none."""
     given = os.environ.get("MOE_AGREEMENT_LLAMA_SOURCE")
     if given:
-        source = Path(given)
+        source = Path(given).resolve()
     else:
         found = [path.parent for path in cache.glob("source/*/CMakeLists.txt")]
         source = found[0] if found else _download(cache)
@@ -179,6 +179,9 @@ def _compile(source: Path, build_directory: Path, jobs: int) -> None:
         raise LlamaPerplexityError("cmake is not installed; llama-perplexity cannot be built")
     # The binding's own top CMakeLists.txt sets the options its libraries are built with; only the tools are added.
     # llava would add the folder of tools/mtmd a second time.
+    known = build_directory / "CMakeCache.txt"
+    if known.is_file() and f"CMAKE_HOME_DIRECTORY:INTERNAL={source}\n" not in known.read_text(encoding="utf-8"):
+        shutil.rmtree(build_directory)  # an unfinished build of another tree; cmake would refuse it
     options = ["-DCMAKE_BUILD_TYPE=Release", "-DLLAVA_BUILD=OFF", "-DLLAMA_BUILD_TOOLS=ON", "-DLLAMA_BUILD_SERVER=OFF",
                "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF"]  # fmt: skip
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
@@ -207,7 +210,7 @@ def _stderr() -> IO[str] | int:
 
 
 def run_base(
-    model: Path, text_file: Path, n_ctx: int, chunks: int, base_file: Path | None = None, extra: Sequence[str] = ()
+    model: Path, text_file: Path, n_ctx: int, chunks: int, *, base_file: Path | None = None, extra: Sequence[str] = ()
 ) -> BaseRun:
     """Run the tool over a text; with `base_file` it also writes its logits file there.
 
@@ -225,36 +228,62 @@ def run_base(
     arguments = ["-f", str(text_file), "-c", str(n_ctx), "--chunks", str(chunks)]
     if base_file is not None:
         arguments += ["--kl-divergence-base", str(base_file)]
-    output = _run(model, [*arguments, *extra])
-    return parse_base(output)
+    return parse_base(_run(model, [*arguments, *extra], _base_is_complete))
 
 
-def run_kld(model: Path, base_file: Path, n_ctx: int, extra: Sequence[str] = ()) -> KldRun:
+def run_kld(model: Path, base_file: Path, n_ctx: int, *, extra: Sequence[str] = ()) -> KldRun:
     """Compare `model` (as `extra` changes it) with a logits file; the text comes from the file's own tokens.
 
     Raises:
         LlamaPerplexityError: The tool is not built, failed, or printed no line of results.
     """
     arguments = ["-c", str(n_ctx), "--kl-divergence", "--kl-divergence-base", str(base_file)]
-    return parse_kld(_run(model, [*arguments, *extra]))
+
+    def complete(output: str) -> bool:
+        n_chunk = _announced_chunks(output)
+        closing = n_chunk * (n_ctx - 1 - n_ctx // 2) < 100 or "Same top p:" in output
+        return closing and len(_ROW.findall(output)) == n_chunk
+
+    return parse_kld(_run(model, [*arguments, *extra], complete))
 
 
-def _run(model: Path, arguments: Sequence[str]) -> str:
+def _base_is_complete(output: str) -> bool:
+    return "Final estimate: PPL" in output or "Unexpected negative standard deviation" in output
+
+
+def _announced_chunks(output: str) -> int:
+    found = re.search(r"computing over (\d+) chunks", output)
+    return int(found[1]) if found else -1
+
+
+_ATTEMPTS = 12
+
+
+def _run(model: Path, arguments: Sequence[str], complete: Callable[[str], bool]) -> str:
+    """Run the tool until its output is complete.
+
+    The tool prints from a thread that it does not wait for at its end: about 4 runs in 10 of a tiny model lose their
+    last lines (seen with llama.cpp 0.5.0), while the files it writes are whole.
+    """
     program = built_program()
     if program is None:
         raise LlamaPerplexityError("llama-perplexity is not built; run: python tests/benchmarks/llama_perplexity.py")
-    # -v: the proof that an override took is an INFO line of the library, hidden by default.
-    command = [str(program), "-m", str(model), "-v", "--no-warmup", *arguments]
-    done = subprocess.run(command, capture_output=True, check=False)
-    output = (done.stdout + done.stderr).decode("utf-8", errors="replace")
-    if done.returncode != 0:
+    # -lv 4: the proof that an override took is an INFO line of the library, hidden by default.
+    command = [str(program), "-m", str(model), "-lv", "4", "--no-warmup", *arguments]
+    for _ in range(_ATTEMPTS):
+        done = subprocess.run(command, capture_output=True, check=False)
+        output = (done.stdout + done.stderr).decode("utf-8", errors="replace")
         tail = " | ".join(output.strip().splitlines()[-5:])
-        raise LlamaPerplexityError(f"exit code {done.returncode} from {shlex.join(command)}: {tail}")
-    return output
+        if done.returncode != 0:
+            raise LlamaPerplexityError(f"exit code {done.returncode} from {shlex.join(command)}: {tail}")
+        if complete(output):
+            return output
+    raise LlamaPerplexityError(f"incomplete output in {_ATTEMPTS} runs of {shlex.join(command)}: {tail}")
 
 
 _NUMBER = r"(-?\d+(?:\.\d+)?|-?nan|-?inf)"
 _PAIR = rf"{_NUMBER} ±\s+{_NUMBER}"
+_ROW = re.compile(rf"^\s*(\d+)\s+{_PAIR}\s+{_PAIR}\s+{_PAIR}\s+{_PAIR} %\s+{_PAIR} %\s*$", re.MULTILINE)
 
 
 def parse_base(output: str) -> BaseRun:
@@ -277,8 +306,7 @@ def parse_kld(output: str) -> KldRun:
     Raises:
         LlamaPerplexityError: There is no line of results in it.
     """
-    row = re.compile(rf"^\s*(\d+)\s+{_PAIR}\s+{_PAIR}\s+{_PAIR}\s+{_PAIR} %\s+{_PAIR} %\s*$", re.MULTILINE)
-    lines = tuple(_running_line(match) for match in row.finditer(output))
+    lines = tuple(_running_line(match) for match in _ROW.finditer(output))
     if not lines:
         raise LlamaPerplexityError(f"llama-perplexity printed no comparison: {output.strip()[-300:]}")
     entry = re.compile(rf"^\s*([^:\n]*\S)\s*:\s+{_NUMBER}\s*%?(?: ±\s+{_NUMBER}\s*%?)?\s*$", re.MULTILINE)
@@ -303,7 +331,9 @@ def _n_expert_used(output: str) -> int | None:
 
 
 def _overrides(output: str) -> tuple[str, ...]:
-    return tuple(line.strip() for line in re.findall(r"validate_override: (.*)", output))
+    lines = re.findall(r"validate_override: (.*)", output)
+    # The log puts a time and a level before each piece of a line; a second load (of `-fit`) says everything twice.
+    return tuple(dict.fromkeys(re.sub(r"\d+\.\d\d\.\d{3}\.\d{3} [A-Z] ", "", line).strip() for line in lines))
 
 
 def main() -> int:

@@ -1,0 +1,264 @@
+"""From a run directory to a report: position scores to counts by cluster, counts to estimates, estimates to rows.
+
+In: a finished (or partly finished) run.  Out: `RunCounts`, small enough to keep in `report.json`, and `Report`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from agreement import intervals
+from agreement.errors import GateError, StoreError
+from agreement.records import Counts, Estimate, Float64Array, Report, Row
+
+DEFAULT_CONFIDENCE = 0.95
+REPORT_FORMAT = "agreement-report"
+REPORT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class SettingCounts:
+    """One setting's sums, one `Counts` a cluster, clusters in the order of `RunCounts.clusters`.
+
+    Attributes:
+        setting: Its name.
+        experts: Experts used per token, or None.
+        expert_bytes: Bytes of routed experts read per token, or None.
+        counts: One a cluster.
+        warnings: What a reader must know.
+    """
+
+    setting: str
+    experts: int | None
+    expert_bytes: int | None
+    counts: tuple[Counts, ...]
+    warnings: tuple[str, ...] = ()
+
+    def column(self, name: str) -> Float64Array:
+        """Return one field of the counts, (n_clusters,) float64."""
+        return np.array([getattr(c, name) for c in self.counts], np.float64)
+
+
+@dataclass(frozen=True)
+class RunCounts:
+    """Everything that the table, the gate and a later comparison need of a run.
+
+    Attributes:
+        title: The run's name.
+        facts: What was run, for the head of a report.
+        clusters: Names of the clusters.
+        settings: One a setting.
+        notes: Warnings and remarks that belong to the whole run.
+        seed: Seeds the resampling.
+    """
+
+    title: str
+    facts: dict[str, str]
+    clusters: tuple[str, ...]
+    settings: tuple[SettingCounts, ...]
+    notes: tuple[str, ...]
+    seed: int
+
+
+def make_report(
+    run: RunCounts,
+    *,
+    confidence: float = DEFAULT_CONFIDENCE,
+    method: intervals.Method = "auto",
+    speeds: dict[str, float] | None = None,
+) -> Report:
+    """Return the table of a run.
+
+    Args:
+        run: Its counts.
+        confidence: Nominal coverage of every interval.
+        method: Interval method; see `agreement.intervals`.
+        speeds: Tokens per second by setting, where measured.
+    """
+    rows = tuple(_row(s, run.seed, confidence, method, speeds or {}) for s in run.settings)
+    total = sum(run.settings[0].counts, Counts()) if run.settings else Counts()
+    return Report(
+        title=run.title,
+        facts=run.facts,
+        baseline_ppl=math.exp(total.nll_base / total.n) if total.n else math.nan,
+        baseline_accuracy=total.n_base_right / total.n if total.n else math.nan,
+        rows=rows,
+        notes=run.notes,
+    )
+
+
+def _row(
+    s: SettingCounts, seed: int, confidence: float, method: intervals.Method, speeds: dict[str, float]
+) -> Row:
+    total = sum(s.counts, Counts())
+    if total.n == 0:
+        raise StoreError(f"{s.setting} has no scored position; run again with --resume")
+    n = s.column("n")
+    # The score interval is for shares only; where it is asked for by name, means take their own default.
+    for_means: intervals.Method = "auto" if method == "score" else method
+    # Each estimate has a generator of its own, so that a table with fewer settings shows the same numbers.
+    def rng(metric: int) -> np.random.Generator:
+        return np.random.default_rng([seed, metric])
+
+    agreement = intervals.proportion(s.column("n_agree"), n, rng=rng(0), confidence=confidence, method=method)
+    nll_base, nll_test = s.column("nll_base"), s.column("nll_test")
+    kld = intervals.bounded_mean(
+        s.column("kld_low"), s.column("kld_high"), n, rng=rng(3), lower_bound=0.0, confidence=confidence, method=for_means
+    )
+    disagree = total.n - total.n_agree
+    return Row(
+        setting=s.setting,
+        experts=s.experts,
+        n_positions=total.n,
+        n_clusters=agreement.n_clusters,
+        agreement=agreement,
+        ppl=math.exp(total.nll_test / total.n),
+        ppl_ratio=intervals.exp_mean(nll_test - nll_base, n, rng=rng(1), confidence=confidence, method=for_means),
+        ppl_delta=intervals.ppl_delta(nll_base, nll_test, n, rng=rng(2), confidence=confidence, method=for_means),
+        kld=kld,
+        run_length=total.n / disagree if disagree else math.inf,
+        expert_bytes=s.expert_bytes,
+        tokens_per_second=speeds.get(s.setting),
+        warnings=s.warnings,
+    )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One setting minus another over the same positions, paired by cluster.
+
+    Attributes:
+        setting: The setting.
+        against: What it is compared with.
+        agreement: Difference of the two agreements with the baseline, a fraction.
+        log_ppl: Difference of log perplexities, nats a token: `log(PPL of setting / PPL of against)`.
+        kld: Difference of the mean KL divergences, nats (the middle of the bounds of truncated recordings).
+    """
+
+    setting: str
+    against: str
+    agreement: Estimate
+    log_ppl: Estimate
+    kld: Estimate
+
+
+def differences(run: RunCounts, against: str, *, confidence: float = DEFAULT_CONFIDENCE) -> tuple[Difference, ...]:
+    """Return every other setting of a run minus `against`, each with an interval of its own.
+
+    Two intervals that overlap say nothing about their difference: documents that are hard for one setting are hard
+    for the other, so the difference is estimated document by document.
+
+    Raises:
+        GateError: The run has no such setting.
+    """
+    reference = find_setting(run, against)
+    result = []
+    for s in run.settings:
+        if s.setting == against:
+            continue
+        n = s.column("n")
+        estimates = []
+        for metric, limit in (("n_agree", 1.0), ("nll_test", None), ("kld", None)):
+            a, b = (_kld_middle(x) if metric == "kld" else x.column(metric) for x in (s, reference))
+            rng = np.random.default_rng([run.seed, 10 + len(estimates)])
+            estimates.append(intervals.difference(a, b, n, rng=rng, limit=limit, confidence=confidence))
+        result.append(Difference(s.setting, against, *estimates))
+    return tuple(result)
+
+
+def _kld_middle(s: SettingCounts) -> Float64Array:
+    middle: Float64Array = (s.column("kld_low") + s.column("kld_high")) / 2
+    return middle
+
+
+def find_setting(run: RunCounts, name: str) -> SettingCounts:
+    """Return the counts of one setting.
+
+    Raises:
+        GateError: The run has no such setting; the message lists those it has.
+    """
+    for s in run.settings:
+        if s.setting == name:
+            return s
+    raise GateError(f"the run has no setting {name!r}; it has {', '.join(s.setting for s in run.settings) or 'none'}")
+
+
+def counts_to_json(run: RunCounts) -> dict[str, object]:
+    """Return the counts as JSON-able columns: small enough to commit, enough for every estimate."""
+    return {
+        "format": REPORT_FORMAT,
+        "format_version": REPORT_VERSION,
+        "title": run.title,
+        "facts": run.facts,
+        "notes": list(run.notes),
+        "seed": run.seed,
+        "clusters": list(run.clusters),
+        "settings": [
+            {
+                "setting": s.setting,
+                "experts": s.experts,
+                "expert_bytes": s.expert_bytes,
+                "warnings": list(s.warnings),
+                "counts": {f.name: [getattr(c, f.name) for c in s.counts] for f in fields(Counts)},
+            }
+            for s in run.settings
+        ],
+    }
+
+
+def counts_from_json(data: dict[str, object], source: str) -> RunCounts:
+    """Return the counts kept in a `report.json`.
+
+    Raises:
+        StoreError: It is not one, of another version, or its columns do not fit together.
+    """
+    if data.get("format") != REPORT_FORMAT or data.get("format_version") != REPORT_VERSION:
+        raise StoreError(f"{source} is not a report.json of this version; make it again with `agreement table`")
+    try:
+        return _parse_counts(data)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StoreError(f"{source} is damaged ({type(error).__name__}: {error}); make it again") from error
+
+
+def _parse_counts(data: dict[str, object]) -> RunCounts:
+    clusters = tuple(str(c) for c in _list(data["clusters"]))
+    settings = []
+    for entry in _list(data["settings"]):
+        columns = {f.name: _list(entry["counts"][f.name]) for f in fields(Counts)}
+        if any(len(c) != len(clusters) for c in columns.values()):
+            raise ValueError(f"{entry['setting']} does not have one count a cluster")
+        counts = tuple(Counts(**{k: v[i] for k, v in columns.items()}) for i in range(len(clusters)))
+        settings.append(
+            SettingCounts(
+                str(entry["setting"]), entry["experts"], entry["expert_bytes"], counts, tuple(entry["warnings"])
+            )
+        )
+    facts = data["facts"]
+    if not isinstance(facts, dict):
+        raise TypeError("facts is not an object")
+    return RunCounts(
+        title=str(data["title"]),
+        facts={str(k): str(v) for k, v in facts.items()},
+        clusters=clusters,
+        settings=tuple(settings),
+        notes=tuple(str(n) for n in _list(data["notes"])),
+        seed=int(str(data["seed"])),
+    )
+
+
+def _list(value: object) -> list[object] | list[dict[str, object]]:
+    if not isinstance(value, list):
+        raise TypeError(f"expected a list, found {type(value).__name__}")
+    return value
+
+
+def by_cluster(per_chunk: Sequence[Counts], cluster: Sequence[int], n_clusters: int) -> tuple[Counts, ...]:
+    """Add the counts of the chunks of each cluster."""
+    sums = [Counts() for _ in range(n_clusters)]
+    for counts, index in zip(per_chunk, cluster, strict=True):
+        sums[index] = sums[index] + counts
+    return tuple(sums)

@@ -1,0 +1,213 @@
+"""What a run will do, worked out before it starts.
+
+In: a model, a corpus, settings and options.  Out: `Plan`: chunks cut, sizes known, settings checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from agreement import chunks as chunking
+from agreement.corpus import counted, joined_text
+from agreement.errors import SettingError
+from agreement.model_file import model_digest, require_moe
+from agreement.recording import LogitsMode, Vocabulary
+from agreement.records import Chunking, ChunkSet, Corpus, ModelFile, Setting
+from agreement.scoring import default_top_k
+from agreement.settings import check_against_model, metadata_overrides
+from agreement.workers import Runner
+
+_ROW_BYTES_FULL = 4 + 4 + 4 + 4 + 4 + 4 + 4  # target, its log-prob, logsumexp, tail mass and entropy, low, step
+_ROW_BYTES_SCORES = 7 * 4 + 2 * 4 + 1
+
+
+@dataclass(frozen=True)
+class ChunkOptions:
+    """How text becomes chunks.
+
+    Attributes:
+        chunking: `document` or `llama-perplexity`.
+        n_ctx: Tokens a chunk.
+        n_chunks: At most so many chunks, None for all.
+        first: First scored position, None for half the window.
+        seed: Seed of the selection of chunks and of the resampling.
+    """
+
+    chunking: Chunking = "document"
+    n_ctx: int = 512
+    n_chunks: int | None = 64
+    first: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that is about to start.
+
+    Attributes:
+        model: The model file.
+        corpus: The documents.
+        vocabulary: Engine, tokens and options with defaults made explicit.
+        chunks: The token windows.
+        settings: Settings to run after the baseline.
+        logits: What the recording keeps of the distribution.
+        top_k: Tokens kept exactly a position.
+        sizes: Bytes of the recording by logits mode, to choose between.
+        identity: What must be equal for two passes to be comparable.
+        about: What is worth knowing beside it.
+    """
+
+    model: ModelFile
+    corpus: Corpus
+    vocabulary: Vocabulary
+    chunks: ChunkSet
+    settings: tuple[Setting, ...]
+    logits: LogitsMode
+    top_k: int
+    sizes: dict[str, int]
+    identity: dict[str, Any]
+    about: dict[str, Any]
+
+    @property
+    def n_positions(self) -> int:
+        """Scored positions of one pass."""
+        return self.chunks.n_chunks * self.chunks.n_scored
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens decoded in all passes together, the baseline's included."""
+        return self.chunks.n_chunks * self.chunks.n_ctx * (1 + len(self.settings))
+
+
+def check_settings(settings: Sequence[Setting], model: ModelFile) -> None:
+    """Refuse settings that this model cannot run, before anything slow happens.
+
+    Raises:
+        ModelFileError: A dense model.
+        SettingError: See `check_against_model`; also a setting named twice.
+    """
+    require_moe(model)
+    seen: set[str] = set()
+    for setting in settings:
+        if setting.name in seen:
+            raise SettingError(f"{setting.name} is given twice; name each setting once")
+        seen.add(setting.name)
+        check_against_model(setting, model)
+
+
+def make_plan(
+    model: ModelFile,
+    corpus: Corpus,
+    settings: Sequence[Setting],
+    options: ChunkOptions,
+    runner: Runner,
+    *,
+    logits: LogitsMode = "full",
+    top_k: int | None = None,
+) -> Plan:
+    """Tokenise the corpus, cut it into chunks and work out sizes and identity.
+
+    Raises:
+        CorpusError: Too little text for one chunk.
+        UsageError: Options that do not fit together.
+    """
+    joined = options.chunking == "llama-perplexity"
+    names = [corpus.name] if joined else [d.name for d in corpus.documents]
+    texts = [joined_text(corpus)] if joined else [d.text for d in corpus.documents]
+    vocabulary = runner.tokenise(texts)
+    tokens = vocabulary.tokens
+    if joined and vocabulary.bos is not None:  # that tool's tokeniser puts BOS before the text, which shifts every window
+        tokens = (np.concatenate([np.array([vocabulary.bos], np.int32), tokens[0]]),)
+    cut = chunking.cut(
+        list(zip(names, tokens, strict=True)),
+        n_ctx=options.n_ctx,
+        chunking=options.chunking,
+        n_chunks=options.n_chunks,
+        seed=options.seed,
+        first=options.first,
+        bos=vocabulary.bos,
+    )
+    kept = top_k or default_top_k(vocabulary.n_vocab, full=logits == "full")
+    return Plan(
+        model=model,
+        corpus=corpus,
+        vocabulary=vocabulary,
+        chunks=cut,
+        settings=tuple(settings),
+        logits=logits,
+        top_k=kept,
+        sizes={
+            mode: recording_bytes(cut, vocabulary.n_vocab, full=mode == "full", top_k=top_k) for mode in ("full", "top")
+        },
+        identity=_identity(model, vocabulary, cut, logits, kept),
+        about=_about(model, corpus, cut),
+    )
+
+
+def recording_bytes(chunks: ChunkSet, n_vocab: int, *, full: bool, top_k: int | None = None) -> int:
+    """Return about how many bytes the baseline's recording takes."""
+    k = min(n_vocab, top_k or default_top_k(n_vocab, full=full))
+    row = _ROW_BYTES_FULL + 8 * k + (2 * n_vocab if full else 0)
+    return chunks.n_chunks * (chunks.n_scored * row + 4096)
+
+
+def scores_bytes(chunks: ChunkSet, n_settings: int) -> int:
+    """Return about how many bytes the settings' scores take."""
+    return n_settings * chunks.n_chunks * (chunks.n_scored * _ROW_BYTES_SCORES + 2048)
+
+
+def _identity(
+    model: ModelFile, vocabulary: Vocabulary, chunks: ChunkSet, logits: LogitsMode, top_k: int
+) -> dict[str, Any]:
+    return {
+        "model": {"digest": model_digest(model), "vocabulary": vocabulary.digest, "n_vocab": vocabulary.n_vocab},
+        "engine": asdict(vocabulary.info),
+        "options": asdict(vocabulary.options),
+        "chunks": {
+            "fingerprint": chunks.fingerprint,
+            "chunking": chunks.chunking,
+            "n_chunks": chunks.n_chunks,
+            "n_ctx": chunks.n_ctx,
+            "first": chunks.first,
+            "last": chunks.last,
+            "seed": chunks.seed,
+        },
+        "recording": {"logits": logits, "top_k": top_k},
+    }
+
+
+def _about(model: ModelFile, corpus: Corpus, chunks: ChunkSet) -> dict[str, Any]:
+    return {
+        "model": {
+            "path": model.path,
+            "name": model.name,
+            "architecture": model.architecture,
+            "n_expert": model.n_expert,
+            "n_expert_used": model.n_expert_used,
+            "bytes": model.bytes_total,
+            "warnings": list(model.warnings),
+        },
+        "corpus": {
+            "name": corpus.name,
+            "fingerprint": corpus.fingerprint,
+            "documents": len(corpus.documents),
+            "skipped": counted(corpus.skipped),
+        },
+        "chunks": {"notes": list(chunks.notes)},
+        "settings": {},
+    }
+
+
+def setting_facts(setting: Setting, model: ModelFile) -> dict[str, Any]:
+    """Return what the report will say of a setting, for `run.json`."""
+    used = setting.experts if setting.experts is not None else model.n_expert_used
+    return {
+        "experts": used,
+        "expert_bytes": None if used is None else model.expert_bytes_per_token(used),
+        "overrides": [str(o) for o in metadata_overrides(setting, model.architecture)],
+        "model": setting.model,
+    }

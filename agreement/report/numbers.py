@@ -1,0 +1,139 @@
+"""Numbers as people read them: floats flow in, strings flow out that never look better than the number is.
+
+A float stands for its shortest decimal that reads back as the same float, the one JSON shows. Three rules hold
+everywhere: the low end of an interval is rounded down and the high end up; a number that is not a limit of its
+metric (100 %, a ratio of 1, a divergence of 0) is never shown as that limit but gets more digits; and what is not a
+number is said to be none.
+"""
+
+from __future__ import annotations
+
+import math
+from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Context, Decimal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+Rounding = Literal["nearest", "down", "up"]
+
+_MODES = {"nearest": ROUND_HALF_EVEN, "down": ROUND_FLOOR, "up": ROUND_CEILING}
+
+# Float64 reach from 5e-324 to 1.8e308; quantize needs room for every digit between the point and either end.
+_CONTEXT = Context(prec=700)
+
+# From here on digits before the point, or zeros after it, say less than an exponent does.
+_LARGE = Decimal("1e9")
+_MOST_PLACES = 9
+_MANTISSA_PLACES = 3
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def exact(x: float, shift: int = 0) -> Decimal:
+    """Return the shortest decimal that reads back as `x`, times `10**shift`; `x` must be finite."""
+    return Decimal(repr(float(x))).scaleb(shift, _CONTEXT)
+
+
+def decimals(widths: Iterable[float], *, shift: int = 0, least: int = 0, default: int = 2) -> int:
+    """Return the digits after the point that a column of intervals needs.
+
+    The narrowest half-width decides: its first digit is shown, and the second too where the first is 1 or 2, so that
+    rounding an end outwards never widens an interval by more than about a third of its half.
+
+    Args:
+        widths: Half-widths in the metric's own unit; those that are zero or not finite say nothing.
+        shift: Power of ten between the metric's unit and the one shown; 2 for a fraction shown in percent.
+        least: Fewest digits to return.
+        default: What to return where no width says anything.
+    """
+    usable = [exact(w, shift) for w in widths if math.isfinite(w) and w > 0]
+    if not usable:
+        return default
+    narrowest = min(usable)
+    first = int(narrowest.scaleb(-narrowest.adjusted(), _CONTEXT))
+    needed = -narrowest.adjusted() + (1 if first < 3 else 0)
+    return min(max(needed, least), _MOST_PLACES)
+
+
+def fixed(
+    x: float,
+    places: int,
+    *,
+    rounding: Rounding = "nearest",
+    shift: int = 0,
+    limits: tuple[float, ...] = (),
+) -> str:
+    """Return `x` with `places` digits after the point, or more where fewer would show a limit that `x` is not.
+
+    Args:
+        x: The number.
+        places: Digits after the point.
+        rounding: `down` for low ends, `up` for high ends.
+        shift: Power of ten to multiply by; 2 shows a fraction in percent.
+        limits: Values of `x` that only `x` itself may look like.
+    """
+    if not math.isfinite(x):
+        return "not a number" if math.isnan(x) else ("inf" if x > 0 else "-inf")
+    number, mode = exact(x, shift), _MODES[rounding]
+    apart = {exact(limit, shift) for limit in limits} - {number}
+    if abs(number) >= _LARGE:
+        return _scientific(number, mode)
+    while True:
+        shown = number.quantize(Decimal(1).scaleb(-places), mode, _CONTEXT)
+        if shown not in apart:
+            return f"{abs(shown) if shown == 0 else shown:f}"
+        if shown == 0 and places >= _MOST_PLACES:
+            return _scientific(number, mode)
+        places += 1
+
+
+def _scientific(number: Decimal, mode: str) -> str:
+    """Return the number with an exponent, rounded to a fixed count of significant digits; it is not zero."""
+    step = Decimal(1).scaleb(number.adjusted() - _MANTISSA_PLACES, _CONTEXT)
+    return f"{number.quantize(step, mode, _CONTEXT):.{_MANTISSA_PLACES}e}"
+
+
+def significant(x: float, digits: int = 3, *, rounding: Rounding = "nearest") -> str:
+    """Return a positive number with at least `digits` significant digits and all digits before the point."""
+    if not math.isfinite(x) or x <= 0:
+        return fixed(x, 0)
+    number = exact(x)
+    places = max(digits - 1 - number.adjusted(), 0)
+    return f"{number.quantize(Decimal(1).scaleb(-places), _MODES[rounding], _CONTEXT):,f}"
+
+
+def count(n: int) -> str:
+    """Return a whole number with its thousands apart."""
+    return f"{n:,}"
+
+
+def size(n_bytes: int) -> str:
+    """Return a number of bytes in decimal units, three significant digits, rounded up."""
+    if n_bytes < 1000:
+        return f"{n_bytes} B"
+    number = Decimal(n_bytes)
+    for unit in _UNITS[1:]:
+        number = number.scaleb(-3)
+        places = max(2 - number.adjusted(), 0)
+        shown = number.quantize(Decimal(1).scaleb(-places), ROUND_CEILING)
+        if shown < 1000 or unit == _UNITS[-1]:
+            break
+    return f"{shown:,f} {unit}" if shown.adjusted() <= 2 - places or not places else f"{shown:.{places - 1}f} {unit}"
+
+
+def tokens(run_length: float, agreement_low: float | None) -> str:
+    """Return the tokens to the first divergence, rounded down.
+
+    Where no position differed the length is infinite; then `>` and what the low end of agreement allows, if it
+    allows anything.
+
+    Args:
+        run_length: `1 / (1 - agreement)`.
+        agreement_low: Low end of agreement's interval, a fraction, or None.
+    """
+    if math.isfinite(run_length):
+        return significant(run_length, rounding="down")
+    if agreement_low is None or not 0.0 <= agreement_low < 1.0:
+        return "none seen"
+    return f">{significant(float(1 / (1 - exact(agreement_low))), rounding='down')}"

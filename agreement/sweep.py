@@ -1,0 +1,356 @@
+"""The main job: baseline, then settings, then the report; and its two halves on their own.
+
+In: paths and choices.  Out: a run directory and a `Report`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from agreement import corpus as corpora
+from agreement import model_file
+from agreement.analysis import (
+    DEFAULT_CONFIDENCE,
+    RunCounts,
+    SettingCounts,
+    by_cluster,
+    counts_from_json,
+    counts_to_json,
+    make_report,
+)
+from agreement.chunks import to_arrays
+from agreement.errors import IdentityError, StoreError, UsageError
+from agreement.intervals import Method
+from agreement.plan import ChunkOptions, Plan, check_settings, make_plan, setting_facts
+from agreement.preflight import Preflight
+from agreement.recording import LogitsMode, PassRunner, Progress, load_chunks, stored_scores
+from agreement.records import Corpus, EngineOptions, ModelFile, Report, Setting
+from agreement.scoring import count_chunk
+from agreement.settings import BASELINE, experts_setting, with_model
+from agreement.store import BASELINE_PASS, RunStore, read_json
+from agreement.workers import Runner, WorkerRunner
+
+
+@dataclass(frozen=True)
+class Listener:
+    """What wants to know how a run goes; every call is optional.
+
+    Attributes:
+        plan: Called once, before anything is written.
+        preflight: Called when the engine has been found stable.
+        passes: Called before each pass with its name and its number of chunks.
+        progress: Called after each block of chunks.
+    """
+
+    plan: Callable[[Plan], None] = lambda _plan: None
+    preflight: Callable[[Preflight], None] = lambda _result: None
+    passes: Callable[[str, int], None] = lambda _name, _chunks: None
+    progress: Callable[[Progress], None] = lambda _progress: None
+
+
+SILENT = Listener()
+
+
+def sweep(
+    model: str | Path,
+    corpus: str | Path | Corpus,
+    out: str | Path,
+    *,
+    experts: Sequence[int] = (),
+    settings: Sequence[Setting] = (),
+    chunks: ChunkOptions | None = None,
+    logits: LogitsMode = "full",
+    options: EngineOptions | None = None,
+    resume: bool = False,
+    in_process: bool = False,
+    listener: Listener = SILENT,
+) -> Report:
+    """Record the baseline and score every setting against it, over the same chunks.
+
+    Args:
+        model: A GGUF file, any shard of a split one.
+        corpus: A corpus, or whatever `agreement.corpus.load` takes.
+        out: The run directory to make.
+        experts: Numbers of experts per token to try.
+        settings: Further settings.
+        chunks: How text becomes chunks.
+        logits: `full` records the whole distribution in 16 bits a token, `top` the most probable tokens; with `top`
+            agreement and perplexity are the same and KLD becomes bounds.
+        options: Engine options.
+        resume: Continue the run that is already in `out`; whole chunks are kept.
+        in_process: Run the engine in this process instead of a worker.
+        listener: Hears how it goes.
+
+    Returns:
+        The report, which is also in `out/report.json`.
+
+    Raises:
+        AgreementError: One subclass a kind of trouble; see `agreement.errors`.
+    """
+    chosen = (*(experts_setting(n) for n in experts), *settings)
+    arguments = _Arguments(model, corpus, out, chunks, logits, options, resume, in_process, listener)
+    with _recorded(arguments, chosen) as (run, runner, header):
+        _settings(run, runner, header, chosen, listener)
+        return finish(run)
+
+
+def record(
+    model: str | Path,
+    corpus: str | Path | Corpus,
+    out: str | Path,
+    *,
+    chunks: ChunkOptions | None = None,
+    logits: LogitsMode = "full",
+    options: EngineOptions | None = None,
+    resume: bool = False,
+    in_process: bool = False,
+    listener: Listener = SILENT,
+) -> RunStore:
+    """Record the baseline alone: the first half of `sweep`, with the same arguments; returns the run."""
+    arguments = _Arguments(model, corpus, out, chunks, logits, options, resume, in_process, listener)
+    with _recorded(arguments, ()) as (run, _, _):
+        return run
+
+
+class _Arguments(NamedTuple):
+    """What `sweep` and `record` share."""
+
+    model: str | Path
+    corpus: str | Path | Corpus
+    out: str | Path
+    chunks: ChunkOptions | None
+    logits: LogitsMode
+    options: EngineOptions | None
+    resume: bool
+    in_process: bool
+    listener: Listener
+
+
+@contextlib.contextmanager
+def _recorded(given: _Arguments, settings: tuple[Setting, ...]) -> Iterator[tuple[RunStore, Runner, ModelFile]]:
+    """Yield a run whose baseline is complete, locked, with the runner that recorded it."""
+    header = model_file.read_model_file(given.model)
+    check_settings(settings, header)
+    path = Path(given.out)
+    if (path / "run.json").exists() and not given.resume:  # said before anything slow happens
+        raise StoreError(f"{path} already holds a run; continue it with --resume or choose another -o")
+    text = given.corpus if isinstance(given.corpus, Corpus) else corpora.load(given.corpus)
+    cutting = given.chunks or ChunkOptions()
+    options = given.options or EngineOptions()
+    with _locked_runner(header, options, cutting.n_ctx, path, in_process=given.in_process) as runner:
+        plan = make_plan(header, text, settings, cutting, runner, logits=given.logits)
+        given.listener.plan(plan)
+        run = _open_or_create(path, plan, resume=given.resume)
+        _baseline(run, runner, plan.logits, plan.top_k, given.listener)
+        yield run, runner, header
+
+
+def compare(
+    path: str | Path,
+    *,
+    experts: Sequence[int] = (),
+    settings: Sequence[Setting] = (),
+    model: str | Path | None = None,
+    in_process: bool = False,
+    listener: Listener = SILENT,
+) -> Report:
+    """Score settings against a recording made before: the second half of `sweep`.
+
+    Chunks and engine options are those of the recording.
+
+    Args:
+        path: The run directory.
+        experts: Numbers of experts per token to try.
+        settings: Further settings.
+        model: Another model file with the same vocabulary, e.g. a quantisation of the same model, or the recorded
+            model in another place. With no settings it is run as its file says.
+        in_process: Run the engine in this process instead of a worker.
+        listener: Hears how it goes.
+
+    Raises:
+        IdentityError: The model, the engine or its build is not the recording's.
+        StoreError: No complete recording there.
+    """
+    run = RunStore.open(Path(path))
+    if not run.is_finished(BASELINE_PASS):
+        raise StoreError(f"{path}: the baseline is not complete; finish it with --resume")
+    header = model_file.read_model_file(model or run.header["about"]["model"]["path"])
+    digest = model_file.model_digest(header)
+    other = digest != run.header["identity"]["model"]["digest"]
+    if other and model is None:
+        raise IdentityError(f"{header.path} is not the model that {path} was recorded with; it has changed since")
+    chosen: tuple[Setting, ...] = (*(experts_setting(n) for n in experts), *settings)
+    if other:
+        label = Path(header.path).stem
+        chosen = tuple(with_model(s, header.path, label) for s in chosen or (BASELINE,))
+    if not chosen:
+        raise UsageError("nothing to compare: give --experts, --setting or another --model")
+    check_settings(chosen, header) if not other else None
+    n_ctx = int(run.header["identity"]["chunks"]["n_ctx"])
+    options = EngineOptions(**run.header["identity"]["options"])
+    with _locked_runner(header, options, n_ctx, run.path, in_process=in_process) as runner:
+        vocabulary = runner.tokenise([])
+        found = {
+            "model": {
+                "digest": run.header["identity"]["model"]["digest"] if other else digest,
+                "vocabulary": vocabulary.digest,
+                "n_vocab": vocabulary.n_vocab,
+            },
+            "engine": asdict(vocabulary.info),
+            "options": asdict(vocabulary.options),
+        }
+        run.require_identity(found, ignore=("chunks", "recording"))
+        _settings(run, runner, header, chosen, listener)
+        return finish(run)
+
+
+def load_report(
+    path: str | Path, *, confidence: float = DEFAULT_CONFIDENCE, method: Method = "auto", speeds: bool = True
+) -> Report:
+    """Return the report of a run directory, or of a `report.json` by itself."""
+    counts, measured = load_counts(path)
+    return make_report(counts, confidence=confidence, method=method, speeds=measured if speeds else None)
+
+
+def load_counts(path: str | Path) -> tuple[RunCounts, dict[str, float]]:
+    """Return a run's counts by cluster, and tokens per second by setting where they were measured."""
+    place = Path(path)
+    if place.is_file():
+        return counts_from_json(read_json(place, "there is no such report"), str(place)), {}
+    run = RunStore.open(place)
+    return counts_from_json(run.read_report(), str(place / "report.json")), speeds_of(run)
+
+
+def finish(run: RunStore) -> Report:
+    """Sum up every finished setting of a run, write its `report.json` and return the report."""
+    counts = summarise(run)
+    run.write_report(counts_to_json(counts))
+    return make_report(counts, speeds=speeds_of(run))
+
+
+def summarise(run: RunStore) -> RunCounts:
+    """Add up the position scores of every finished setting, by cluster."""
+    chunks = load_chunks(run)
+    about, identity = run.header["about"], run.header["identity"]
+    settings = []
+    for name in run.header["settings"]:
+        if not run.is_finished(name):
+            continue
+        per_chunk = [count_chunk(stored_scores(run, name, i)) for i in range(chunks.n_chunks)]
+        counts = by_cluster(per_chunk, [int(c) for c in chunks.cluster], len(chunks.cluster_names))
+        facts = about["settings"][name]
+        settings.append(SettingCounts(name, facts["experts"], facts["expert_bytes"], counts))
+    return RunCounts(
+        title=run.path.name,
+        facts=_facts(about, identity),
+        clusters=chunks.cluster_names,
+        settings=tuple(settings),
+        notes=(*about["model"]["warnings"], *chunks.notes),
+        seed=chunks.seed,
+    )
+
+
+def speeds_of(run: RunStore) -> dict[str, float]:
+    """Return tokens per second of each pass, scoring included and loading not; resumed parts are added up."""
+    tokens: dict[str, float] = {}
+    seconds: dict[str, float] = {}
+    for entry in run.read_timings():
+        name = str(entry.get("pass"))
+        tokens[name] = tokens.get(name, 0.0) + float(entry.get("tokens", 0))
+        seconds[name] = seconds.get(name, 0.0) + float(entry.get("seconds", 0))
+    return {name: tokens[name] / seconds[name] for name in tokens if seconds[name] > 0}
+
+
+def _facts(about: dict[str, Any], identity: dict[str, Any]) -> dict[str, str]:
+    model, corpus, chunks, o = about["model"], about["corpus"], identity["chunks"], identity["options"]
+    used = model["n_expert_used"] if model["n_expert_used"] is not None else "a number a layer"
+    preflight = about.get("preflight", {})
+    shape = preflight.get("shape_max_difference")
+    facts = {
+        "model": f"{model['name']} ({model['architecture']}, {used} of {model['n_expert']} experts)",
+        "corpus": f"{corpus['name']} ({corpus['documents']} documents)",
+        "chunks": f"{chunks['n_chunks']} of {chunks['n_ctx']} tokens, {chunks['chunking']}, scored "
+        f"[{chunks['first']}, {chunks['last']}), seed {chunks['seed']}",
+        "engine": f"{identity['engine']['binding']}, -t {o['n_threads']} -b {o['n_batch']} -ub {o['n_ubatch']} "
+        f"-fa {o['flash_attn']}{'' if o['repack'] else ' --no-repack'}",
+        "logits": f"{identity['recording']['logits']}, top {identity['recording']['top_k']} exact",
+    }
+    if shape is not None:
+        facts["preflight"] = (
+            f"repeats itself to the bit; another batch shape moves a logit by up to {shape:.2g} "
+            f"and {preflight['shape_disagreement']:.2%} of top tokens"
+        )
+    return facts
+
+
+def _open_or_create(path: Path, plan: Plan, *, resume: bool) -> RunStore:
+    if resume and (path / "run.json").exists():
+        run = RunStore.open(path)
+        run.require_identity(plan.identity)
+        return run
+    return RunStore.create(path, plan.identity, plan.about, to_arrays(plan.chunks))
+
+
+def _baseline(run: RunStore, runner: Runner, logits: LogitsMode, top_k: int, listener: Listener) -> None:
+    if run.is_finished(BASELINE_PASS):
+        return
+    chunks = load_chunks(run)
+    result = runner.preflight(chunks)
+    facts = asdict(result)
+    del facts["tokens_per_second"]  # volatile, and run.json must not depend on the weather
+    run.header["about"]["preflight"] = facts
+    run.save_header()
+    listener.preflight(result)
+    listener.passes(BASELINE_PASS, chunks.n_chunks)
+    proof = runner.record_baseline(run, logits=logits, top_k=top_k, progress=listener.progress)
+    run.finish_pass(BASELINE_PASS, proof)
+
+
+def _settings(
+    run: RunStore, runner: Runner, model: ModelFile, settings: Sequence[Setting], listener: Listener
+) -> None:
+    for setting in settings:
+        if setting.name not in run.header["settings"]:
+            run.header["settings"].append(setting.name)
+            run.header["about"]["settings"][setting.name] = setting_facts(setting, model)
+    run.save_header()
+    n_chunks = int(run.header["identity"]["chunks"]["n_chunks"])
+    for setting in settings:
+        if run.is_finished(setting.name):
+            continue
+        listener.passes(setting.name, n_chunks)
+        run.finish_pass(setting.name, runner.run_setting(run, setting, progress=listener.progress))
+
+
+@contextlib.contextmanager
+def _locked_runner(
+    model: ModelFile, options: EngineOptions, n_ctx: int, path: Path, *, in_process: bool
+) -> Iterator[Runner]:
+    """Hold the run's lock, and a runner whose worker shares it.
+
+    If no run came of it, because planning failed, the folder is left as it was found.
+    """
+    was_there = path.exists()
+    try:
+        with RunStore(path, {}).lock() as lock:
+            log_path = path / "engine.log"
+            runner: Runner = (
+                PassRunner(model, options, n_ctx)
+                if in_process
+                else WorkerRunner(model, options, n_ctx, log_path=log_path, lock=lock)
+            )
+            try:
+                yield runner
+            finally:
+                runner.close()
+                if not (path / "run.json").exists():
+                    log_path.unlink(missing_ok=True)
+                    (path / ".lock").unlink(missing_ok=True)
+    finally:
+        if not was_there:
+            with contextlib.suppress(OSError):  # not empty: it holds a run now
+                path.rmdir()
