@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -91,15 +92,14 @@ def make_report(
     )
 
 
-def _row(
-    s: SettingCounts, seed: int, confidence: float, method: intervals.Method, speeds: dict[str, float]
-) -> Row:
+def _row(s: SettingCounts, seed: int, confidence: float, method: intervals.Method, speeds: dict[str, float]) -> Row:
     total = sum(s.counts, Counts())
     if total.n == 0:
         raise StoreError(f"{s.setting} has no scored position; run again with --resume")
     n = s.column("n")
     # The score interval is for shares only; where it is asked for by name, means take their own default.
     for_means: intervals.Method = "auto" if method == "score" else method
+
     # Each estimate has a generator of its own, so that a table with fewer settings shows the same numbers.
     def rng(metric: int) -> np.random.Generator:
         return np.random.default_rng([seed, metric])
@@ -107,7 +107,13 @@ def _row(
     agreement = intervals.proportion(s.column("n_agree"), n, rng=rng(0), confidence=confidence, method=method)
     nll_base, nll_test = s.column("nll_base"), s.column("nll_test")
     kld = intervals.bounded_mean(
-        s.column("kld_low"), s.column("kld_high"), n, rng=rng(3), lower_bound=0.0, confidence=confidence, method=for_means
+        s.column("kld_low"),
+        s.column("kld_high"),
+        n,
+        rng=rng(3),
+        lower_bound=0.0,
+        confidence=confidence,
+        method=for_means,
     )
     disagree = total.n - total.n_agree
     return Row(
@@ -161,7 +167,7 @@ def differences(run: RunCounts, against: str, *, confidence: float = DEFAULT_CON
         if s.setting == against:
             continue
         n = s.column("n")
-        estimates = []
+        estimates: list[Estimate] = []
         for metric, limit in (("n_agree", 1.0), ("nll_test", None), ("kld", None)):
             a, b = (_kld_middle(x) if metric == "kld" else x.column(metric) for x in (s, reference))
             rng = np.random.default_rng([run.seed, 10 + len(estimates)])
@@ -210,7 +216,7 @@ def counts_to_json(run: RunCounts) -> dict[str, object]:
     }
 
 
-def counts_from_json(data: dict[str, object], source: str) -> RunCounts:
+def counts_from_json(data: dict[str, Any], source: str) -> RunCounts:
     """Return the counts kept in a `report.json`.
 
     Raises:
@@ -224,7 +230,7 @@ def counts_from_json(data: dict[str, object], source: str) -> RunCounts:
         raise StoreError(f"{source} is damaged ({type(error).__name__}: {error}); make it again") from error
 
 
-def _parse_counts(data: dict[str, object]) -> RunCounts:
+def _parse_counts(data: dict[str, Any]) -> RunCounts:
     clusters = tuple(str(c) for c in _list(data["clusters"]))
     settings = []
     for entry in _list(data["settings"]):
@@ -250,7 +256,7 @@ def _parse_counts(data: dict[str, object]) -> RunCounts:
     )
 
 
-def _list(value: object) -> list[object] | list[dict[str, object]]:
+def _list(value: object) -> list[Any]:
     if not isinstance(value, list):
         raise TypeError(f"expected a list, found {type(value).__name__}")
     return value

@@ -120,7 +120,9 @@ def make_plan(
     texts = [joined_text(corpus)] if joined else [d.text for d in corpus.documents]
     vocabulary = runner.tokenise(texts)
     tokens = vocabulary.tokens
-    if joined and vocabulary.bos is not None:  # that tool's tokeniser puts BOS before the text, which shifts every window
+    if (
+        joined and vocabulary.bos is not None
+    ):  # that tool's tokeniser puts BOS before the text, which shifts every window
         tokens = (np.concatenate([np.array([vocabulary.bos], np.int32), tokens[0]]),)
     cut = chunking.cut(
         list(zip(names, tokens, strict=True)),
@@ -196,6 +198,7 @@ def _about(model: ModelFile, corpus: Corpus, chunks: ChunkSet) -> dict[str, Any]
             "fingerprint": corpus.fingerprint,
             "documents": len(corpus.documents),
             "skipped": counted(corpus.skipped),
+            "notes": list(corpus.notes),
         },
         "chunks": {"notes": list(chunks.notes)},
         "settings": {},

@@ -43,9 +43,7 @@ class Preflight:
     tokens_per_second: float
 
 
-def collect(
-    engine: Engine, tokens: Int32Array, first: int, last: int, *, piece: int | None = None
-) -> Float32Array:
+def collect(engine: Engine, tokens: Int32Array, first: int, last: int, *, piece: int | None = None) -> Float32Array:
     """Return a copy of the logits of the first sequence, (last - first, n_vocab) float32."""
     out = np.empty((last - first, engine.n_vocab), np.float32)
     for part in engine.decode(tokens, first, last, piece=piece):
@@ -74,7 +72,7 @@ def preflight(engine: Engine, chunk: Int32Array, first: int, last: int, *, room:
     if not np.isfinite(reference).all():
         position = first + int(np.argmin(np.isfinite(reference).all(axis=1)))
         raise EngineError(
-            f"baseline, chunk 0, position {position}: logits are NaN or infinite; the model file or the engine is broken"
+            f"baseline, chunk 0, position {position}: logits are NaN or infinite; the model or the engine is broken"
         )
     started = time.monotonic()
     again = collect(engine, one, first, last)
@@ -105,7 +103,9 @@ def _judge(result: Preflight) -> None:
             f"{result.repeat_max_difference:.3g} in a logit and in {result.repeat_disagreement:.1%} of the top tokens; "
             "try --no-repack, then -fa off, then fewer threads"
         )
-    too_many = result.shape_disagreement > MAX_SHAPE_DISAGREEMENT and result.shape_disagreement * result.n_positions > 1.5
+    too_many = (
+        result.shape_disagreement > MAX_SHAPE_DISAGREEMENT and result.shape_disagreement * result.n_positions > 1.5
+    )
     if result.shape_max_difference > MAX_SHAPE_DIFFERENCE or too_many:
         raise UnstableEngineError(
             f"the batch shape alone changes logits by up to {result.shape_max_difference:.3g} and "

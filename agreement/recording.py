@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -82,9 +82,7 @@ class PassRunner:
     The same object works in this process and, behind a pipe, in a worker process.
     """
 
-    def __init__(
-        self, model: ModelFile, options: EngineOptions, n_ctx: int, *, log: LogListener | None = None
-    ) -> None:
+    def __init__(self, model: ModelFile, options: EngineOptions, n_ctx: int, *, log: LogListener | None = None) -> None:
         self.model = model
         self.n_ctx = n_ctx
         self.n_sequences = sequences_per_batch(options, n_ctx)
@@ -101,9 +99,7 @@ class PassRunner:
         )
         try:
             tokens = tuple(engine.tokenize(text) for text in texts)
-            return Vocabulary(
-                tokens, engine.bos, engine.n_vocab, engine.vocabulary_digest(), engine.info, self.options
-            )
+            return Vocabulary(tokens, engine.bos, engine.n_vocab, engine.vocabulary_digest(), engine.info, self.options)
         finally:
             engine.close()
 
@@ -253,7 +249,8 @@ class _ChunkLogits:
 
     def targets_of(self, part: LogitsPart) -> Int32Array:
         start = part.first - self._first
-        return self._targets[start : start + len(part.logits)]
+        targets: Int32Array = self._targets[start : start + len(part.logits)]
+        return targets
 
     def add(self, part: LogitsPart, rows: BaselineRows | RowScores) -> None:
         self._hash.update(part.logits.data)
@@ -343,8 +340,8 @@ def _to_arrays(record: BaselineRows | PositionScores) -> Arrays:
 def _slice_rows(rows: BaselineRows, start: int, stop: int) -> BaselineRows:
     if (start, stop) == (0, len(rows.target)):
         return rows
-    values = {k: v[start:stop] if isinstance(v, np.ndarray) else v for k, v in vars(rows).items()}
-    return BaselineRows(**values)
+    cut: dict[str, Any] = {k: v[start:stop] for k, v in vars(rows).items() if isinstance(v, np.ndarray)}
+    return replace(rows, **cut)
 
 
 def _join(kind: type[Any], parts: list[Any]) -> Any:

@@ -122,7 +122,9 @@ def check_against_model(setting: Setting, model: ModelFile) -> None:
     if n is None:
         return
     if n > model.n_expert:
-        raise SettingError(f"experts={n}: {model.name} has {model.n_expert} experts a layer; give 1 to {model.n_expert}")
+        raise SettingError(
+            f"experts={n}: {model.name} has {model.n_expert} experts a layer; give 1 to {model.n_expert}"
+        )
     if n == model.n_expert_used and not setting.overrides and setting.model is None:
         raise SettingError(f"experts={n} is what {model.name} uses by itself; it is the baseline, leave it out")
 

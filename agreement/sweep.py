@@ -249,7 +249,7 @@ def summarise(run: RunStore) -> RunCounts:
         facts=_facts(about, identity),
         clusters=chunks.cluster_names,
         settings=tuple(settings),
-        notes=(*about["model"]["warnings"], *chunks.notes),
+        notes=(*about["model"]["warnings"], *about["corpus"]["notes"], *chunks.notes),
         seed=chunks.seed,
     )
 
@@ -310,9 +310,7 @@ def _baseline(run: RunStore, runner: Runner, logits: LogitsMode, top_k: int, lis
     run.finish_pass(BASELINE_PASS, proof)
 
 
-def _settings(
-    run: RunStore, runner: Runner, model: ModelFile, settings: Sequence[Setting], listener: Listener
-) -> None:
+def _settings(run: RunStore, runner: Runner, model: ModelFile, settings: Sequence[Setting], listener: Listener) -> None:
     for setting in settings:
         if setting.name not in run.header["settings"]:
             run.header["settings"].append(setting.name)

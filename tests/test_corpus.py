@@ -308,13 +308,18 @@ def test_a_checkout_gives_its_tracked_files(checkout: Path) -> None:
 def test_a_checkout_with_changes_says_so(checkout: Path) -> None:
     write(checkout, {"a.py": "changed"})
     (checkout / "s/b.md").unlink()
-    index = (checkout / ".git/index").read_bytes()
     out = load(checkout)
     assert [d.text for d in out.documents] == ["changed"]
     assert out.name.endswith("+dirty")
     assert "with changes since" in out.notes[0]
     assert reasons(out)["s/b.md"] == "missing: tracked, not in the working tree"
-    assert (checkout / ".git/index").read_bytes() == index  # looking does not write
+
+
+def test_looking_at_a_checkout_does_not_write_into_it(checkout: Path) -> None:
+    os.utime(checkout / "a.py", (1, 1))  # same text, other time: a plain `git status` would refresh the index
+    index = (checkout / ".git/index").read_bytes()
+    assert not load(checkout).name.endswith("+dirty")
+    assert (checkout / ".git/index").read_bytes() == index
 
 
 def test_a_folder_of_a_checkout_that_now_links_outside_is_not_followed(checkout: Path, tmp_path: Path) -> None:

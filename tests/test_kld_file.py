@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import struct
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -15,7 +15,11 @@ from hypothesis.extra import numpy as hnp
 
 from agreement import kld
 from agreement.errors import LogitsFileError
-from agreement.records import Float32Array, Int32Array
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from agreement.records import Float32Array, Int32Array
 
 GOLD = Path(__file__).parent / "gold" / "kld"
 
@@ -209,7 +213,7 @@ def test_facts(tmp_path: Path) -> None:
         (12, struct.pack("<i", 0), "n_vocab 0 in the header"),
         (12, struct.pack("<i", -5), "n_vocab -5 in the header"),
         (12, struct.pack("<i", 2**31 - 1), "cut short: 0 of 2 chunks are whole"),
-        (12, struct.pack("<i", 4), "8 bytes after the last of 2 chunks"),  # 2 bytes less a code, 4 rows of 2 codes less
+        (12, struct.pack("<i", 4), " 16 bytes after the last of 2 chunks"),  # rows of 16 bytes, not 20: 4 * 4 too many
         (12, struct.pack("<i", 7), "cut short: 1 of 2 chunks are whole"),
         (16, struct.pack("<i", 0), "n_chunk 0 in the header"),
         (16, struct.pack("<i", -2), "n_chunk -2 in the header"),
@@ -354,7 +358,7 @@ def test_what_no_file_can_hold(
 
 def test_bad_rows_are_not_written(tmp_path: Path) -> None:
     good = rows(4)
-    bad = kld.QuantisedRows(good.codes, np.array([1e-4, np.nan, 1e-4, 1e-4], dtype=np.float32), good.min_log_prob)
+    bad = kld.QuantisedRows(good.codes, np.where([0, 1, 0, 0], np.float32(np.nan), good.scale), good.min_log_prob)
     with pytest.raises(LogitsFileError, match="row 1: scale nan"):
         kld.write_logits_file(tmp_path / "new.kld", TOKENS, 5, [bad])
 

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import os
 import struct
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import gguf
 import models
@@ -152,7 +153,7 @@ def test_count_stored_by_layer(tmp_path: Path) -> None:
         ("deepseek2", {"remove": ("deepseek2.expert_weights_norm",)}, "not rescaled"),
     ],
 )
-def test_warnings(family: str, variant: dict[str, object], says: str, tmp_path: Path) -> None:
+def test_warnings(family: str, variant: dict[str, Any], says: str, tmp_path: Path) -> None:
     model = read_model_file(models.write_model(tmp_path / "m.gguf", family, **variant))
     assert len(model.warnings) == 1
     assert says in model.warnings[0]
@@ -341,6 +342,9 @@ def test_paths_that_are_no_file(tmp_path: Path) -> None:
         read_model_file("a\0b")
     with pytest.raises(ModelFileError, match="not a regular file"):
         read_model_file("/dev/null")
+    os.mkfifo(tmp_path / "pipe")  # must not wait for a writer
+    with pytest.raises(ModelFileError, match="not a regular file"):
+        read_model_file(tmp_path / "pipe")
 
 
 def test_last_byte_missing(tiny: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import llama_cpp
 import models
 import numpy as np
 import pytest
+from benchmarks import synthetic
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from llama_cpp import _logger
@@ -278,3 +279,21 @@ def test_arguments_that_make_no_model(tmp_path: Path) -> None:
         models.write_model(tmp_path / "m.gguf", n_vocab=100)
     with pytest.raises(ValueError, match="only llama has a dense variant"):
         models.write_model(tmp_path / "m.gguf", "olmoe", dense=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", synthetic.KINDS)
+def test_synthetic_models_of_realistic_size(kind: str, tmp_path: Path) -> None:
+    path = synthetic.write_synthetic(tmp_path / "m.gguf", kind)
+    facts = read_model_file(path)
+    dims = synthetic.KINDS[kind]
+    assert (facts.n_vocab, facts.n_expert, facts.n_expert_used) == (dims.n_vocab, dims.n_expert, 8)
+    with load(path) as model:
+        tokens = model.tokens(TEXT)[:200]
+        base = model.logits(tokens)
+    assert 2.0 < base.std() < 3.0
+    agreement = []
+    for n in (7, 6, 4, 2):
+        with load(path, ("qwen3moe.expert_used_count", n)) as model:
+            agreement.append(float((model.logits(tokens).argmax(axis=1) == base.argmax(axis=1)).mean()))
+    assert 0.98 > agreement[0] > agreement[1] > agreement[2] > agreement[3] > 0.3

@@ -40,7 +40,7 @@ def write_gguf(path: Path, network: Network, tokenizer: Tokenizer, about: dict[s
     f = network.shape.n_ff_exp
     add("token_embd.weight", network.embed.weight)
     add("output_norm.weight", network.norm.weight, keep_float32=True)
-    for i, block in enumerate(network.blocks):
+    for i, block in enumerate(network.layers()):
         moe = block.moe
         for ours, theirs in (("attn_norm", "attn_norm"), ("q_norm", "attn_q_norm"), ("k_norm", "attn_k_norm")):
             add(f"blk.{i}.{theirs}.weight", getattr(block, ours).weight, keep_float32=True)

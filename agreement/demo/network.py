@@ -87,12 +87,12 @@ class MixtureOfExperts(nn.Module):
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(order.numel())
         counts = torch.bincount(flat, minlength=self.n_expert)
-        rows = _Dispatch.apply(x, order, inverse, self.n_used)
+        rows: Tensor = _Dispatch.apply(x, order, inverse, self.n_used)  # type: ignore[no-untyped-call]  # PyTorch's own signature
         outputs = []
         for r, w_in, w_out in zip(rows.split(counts.tolist()), self.gate_up.unbind(), self.down.unbind(), strict=True):
             gate, up = (r @ w_in).chunk(2, dim=-1)
             outputs.append((F.silu(gate) * up) @ w_out)
-        y = _Combine.apply(torch.cat(outputs), order, inverse)
+        y: Tensor = _Combine.apply(torch.cat(outputs), order, inverse)  # type: ignore[no-untyped-call]  # the same
         y = (y.view(n, self.n_used, d) * weights.unsqueeze(-1).to(y.dtype)).sum(1)
         # Shazeer-style balance: share of choices times mean probability, 1.0 when even (Fedus et al. 2022, eq. 4).
         share = counts.float() / flat.numel()
@@ -151,6 +151,10 @@ class Network(nn.Module):
         angle = torch.outer(torch.arange(shape.n_ctx, dtype=torch.float64), freq)
         self.register_buffer("cos", angle.cos().float()[:, None, :], persistent=False)
         self.register_buffer("sin", angle.sin().float()[:, None, :], persistent=False)
+
+    def layers(self) -> list[Block]:
+        """Return the blocks, with their own type."""
+        return [block for block in self.blocks if isinstance(block, Block)]
 
     def initialise(self, seed: int) -> None:
         """Draw all matrices from a normal of 0.02, output projections scaled down by depth."""

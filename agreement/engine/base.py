@@ -72,9 +72,7 @@ class Engine(Protocol):
         """Return a hex digest of all token texts in order: equal for models whose ids mean the same."""
         ...
 
-    def decode(
-        self, tokens: Int32Array, first: int, last: int, *, piece: int | None = None
-    ) -> Iterator[LogitsPart]:
+    def decode(self, tokens: Int32Array, first: int, last: int, *, piece: int | None = None) -> Iterator[LogitsPart]:
         """Decode sequences side by side from empty memory and yield logits at positions `[first, last)` of each.
 
         Args:
@@ -120,6 +118,16 @@ def load_engine(
     """
     from agreement.engine.llama import LlamaEngine  # noqa: PLC0415  # the native library loads only when a pass needs it
 
-    return LlamaEngine(
-        model, setting, options, n_ctx=n_ctx, n_sequences=n_sequences, vocab_only=vocab_only, log=log
-    )
+    return LlamaEngine(model, setting, options, n_ctx=n_ctx, n_sequences=n_sequences, vocab_only=vocab_only, log=log)
+
+
+def engine_build() -> str:
+    """Return the engine's binding and build in a few words.
+
+    Raises:
+        EngineError: The engine is not installed or does not load.
+    """
+    from agreement.engine.llama import build_info  # noqa: PLC0415  # the native library loads only when it is needed
+
+    info = build_info()
+    return f"{info.binding}, {info.name} {info.version}"

@@ -39,7 +39,7 @@ MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
 _current_log = EngineLog()
 
 
-@llama.llama_log_callback
+@llama.llama_log_callback  # type: ignore[untyped-decorator]  # ctypes
 def _on_log(_level: int, text: bytes, _user: Any) -> None:
     _current_log.feed(text.decode("utf-8", errors="replace"))
 
@@ -49,6 +49,16 @@ def _use_log(log: EngineLog) -> None:
     global _current_log  # noqa: PLW0603  # the library has one log callback a process, so there is one current log
     _current_log = log
     llama.llama_log_set(_on_log, ctypes.c_void_p(0))
+
+
+def build_info() -> EngineInfo:
+    """Return the binding's version, the library's and what processor features it uses."""
+    features = llama.llama_print_system_info().decode().strip(" |")
+    return EngineInfo(
+        name="llama.cpp",
+        binding=f"llama-cpp-python {metadata.version('llama-cpp-python')}",
+        version=f"{llama.llama_version().decode()}; {features}",
+    )
 
 
 def _overrides_array(overrides: tuple[MetadataOverride, ...]) -> Any:
@@ -135,15 +145,13 @@ class LlamaEngine:
         self.n_vocab = int(llama.llama_vocab_n_tokens(vocab))
         self.bos = int(llama.llama_vocab_bos(vocab)) if llama.llama_vocab_get_add_bos(vocab) else None
         self.proof: SettingProof = self._log.proof()
-        self.info = EngineInfo(
-            name="llama.cpp",
-            binding=f"llama-cpp-python {metadata.version('llama-cpp-python')}",
-            version=f"{llama.llama_version().decode()}; {llama.llama_print_system_info().decode().strip()}",
-        )
+        self.info = build_info()
         if not vocab_only:
             self._context = llama.llama_init_from_model(self._model, self._context_params(n_ctx, n_sequences))
             if not self._context:
-                message = f"the engine cannot make a context of {n_sequences} x {n_ctx} tokens: {self._log.last_words()}"
+                message = (
+                    f"the engine cannot make a context of {n_sequences} x {n_ctx} tokens: {self._log.last_words()}"
+                )
                 self.close()
                 raise EngineError(message + "; lower -b or -ub")
 

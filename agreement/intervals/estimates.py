@@ -12,7 +12,17 @@ from agreement.errors import UsageError
 from agreement.intervals import bootstrap, score
 from agreement.intervals.bootstrap import Resampling
 from agreement.intervals.clusters import Checked, Ratios, check
-from agreement.intervals.methods import MEAN_METHODS, METHODS, NAMES, Method, mean_ends, mean_rule, resample, share_ends
+from agreement.intervals.methods import (
+    MEAN_METHODS,
+    METHODS,
+    NAMES,
+    Method,
+    mean_ends,
+    mean_rule,
+    resample,
+    share_ends,
+    t_ends,
+)
 from agreement.records import Estimate
 
 if TYPE_CHECKING:
@@ -40,7 +50,7 @@ def proportion(
         trials: (n_clusters,) whole numbers, scored positions.
         rng: Source of resamples, for the bootstrap methods.
         confidence: Nominal coverage, between 0 and 1.
-        method: `auto`, `score`, `studentised`, `percentile`, `bca` or `t`.
+        method: One of `METHODS`; see `docs/intervals.md`.
         n_resamples: Resamples of the bootstrap methods.
 
     Returns:
@@ -94,7 +104,7 @@ def mean(
         squares: (n_clusters,) sum of the squared quantity, for the design effect; without it there is none.
         lower_bound: Least value the mean can have, e.g. 0 for KL divergence; the interval does not go below.
         confidence: Nominal coverage.
-        method: `auto`, `studentised`, `percentile`, `bca` or `t`.
+        method: One of `MEAN_METHODS`; see `docs/intervals.md`.
         n_resamples: Resamples of the bootstrap methods.
 
     Returns:
@@ -220,7 +230,7 @@ def ppl_delta(
         counts: (n_clusters,) whole numbers, scored positions.
         rng: Source of resamples.
         confidence: Nominal coverage.
-        method: `auto`, `studentised`, `percentile`, `bca` or `t`.
+        method: One of `MEAN_METHODS`; see `docs/intervals.md`.
         n_resamples: Resamples of the bootstrap methods.
 
     Returns:
@@ -244,7 +254,7 @@ def ppl_delta(
     if np.array_equal(data.columns[0], data.columns[1]):
         return _bare(data, value, confidence, NO_SPREAD)
     used = mean_rule(data.n_clusters) if method == "auto" else method
-    around = score.student(line, confidence=confidence)
+    around = t_ends(line, used, confidence)
     low_end, high_end = resample(
         (base, test),
         bootstrap.exp_difference,
@@ -279,7 +289,7 @@ def difference(
         rng: Source of resamples.
         limit: Largest absolute value that the difference can have; the interval does not go beyond.
         confidence: Nominal coverage.
-        method: `auto`, `studentised`, `percentile`, `bca` or `t`.
+        method: One of `MEAN_METHODS`; see `docs/intervals.md`.
         n_resamples: Resamples of the bootstrap methods.
 
     Returns:

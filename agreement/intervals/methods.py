@@ -15,17 +15,19 @@ from agreement.intervals import bootstrap, score
 if TYPE_CHECKING:
     from agreement.intervals.clusters import Float64Array, Ratios
 
-Method = Literal["auto", "studentised", "percentile", "bca", "score", "t"]
+Method = Literal["auto", "score", "korn-graubard", "adjusted-t", "t", "studentised", "percentile", "bca"]
 METHODS: tuple[Method, ...] = get_args(Method)
-MEAN_METHODS: tuple[Method, ...] = ("auto", "studentised", "percentile", "bca", "t")
+MEAN_METHODS: tuple[Method, ...] = ("auto", "adjusted-t", "t", "studentised", "percentile", "bca")
 
 # As reports print them.
 NAMES = {
+    "score": "score, adjusted t",
+    "korn-graubard": "Korn-Graubard",
+    "adjusted-t": "adjusted t",
+    "t": "Student t",
     "studentised": "studentised bootstrap",
     "percentile": "percentile bootstrap",
     "bca": "BCa bootstrap",
-    "score": "score, effective sample size",
-    "t": "Student t",
     "exact": "exact, by clusters",
 }
 
@@ -38,6 +40,8 @@ def share_ends(shares: Ratios, method: Method, plan: bootstrap.Resampling) -> tu
     used: str = "score" if method == "auto" else method
     if used == "score":
         low, high = score.score(shares, confidence=plan.confidence)
+    elif used == "korn-graubard":
+        low, high = score.korn_graubard(shares, confidence=plan.confidence)
     else:
         low, high, used = mean_ends(shares, method, plan)
     return np.clip(low, 0.0, 1.0), np.clip(high, 0.0, 1.0), used
@@ -46,14 +50,19 @@ def share_ends(shares: Ratios, method: Method, plan: bootstrap.Resampling) -> tu
 def mean_ends(means: Ratios, method: Method, plan: bootstrap.Resampling) -> tuple[Float64Array, Float64Array, str]:
     """Return both (n_draws,) ends and the method used; the draws must have at least two clusters that differ."""
     used = mean_rule(means.n_clusters) if method == "auto" else method
-    spare = score.student(means, confidence=plan.confidence)
+    spare = t_ends(means, used, plan.confidence)
     low, high = resample((means,), bootstrap.identity, used, plan, spare=spare)
     return low, high, used
 
 
 def mean_rule(n_clusters: int) -> Method:
-    """Return the method that `auto` takes for a mean; few clusters have too few distinct resamples."""
-    return "t" if n_clusters < 6 else "studentised"
+    """Return the method that `auto` takes for a mean of so many clusters."""
+    return "adjusted-t"
+
+
+def t_ends(means: Ratios, method: Method, confidence: float) -> tuple[Float64Array, Float64Array]:
+    """Return the (n_draws,) ends without resampling: plain for `t`, else adjusted."""
+    return (score.student if method == "t" else score.adjusted_student)(means, confidence=confidence)
 
 
 def resample(
@@ -66,12 +75,12 @@ def resample(
 ) -> tuple[Float64Array, Float64Array]:
     """Return the ends of a bootstrap method, with those of `spare` wherever it has no finite answer.
 
-    Method `t` gives `spare`, which must be the Student t interval.
+    Methods that do not resample give `spare`, which must be the result of `t_ends`.
     """
-    if method == "t":
-        return spare
     if method == "studentised":
         low, high = bootstrap.studentised(columns, statistic, plan)
-    else:
+    elif method in {"percentile", "bca"}:
         low, high = bootstrap.resampled(columns, statistic, "bca" if method == "bca" else "percentile", plan)
+    else:
+        return spare
     return np.where(np.isfinite(low), low, spare[0]), np.where(np.isfinite(high), high, spare[1])

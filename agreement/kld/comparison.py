@@ -22,7 +22,7 @@ from agreement.kld.rows import CODE, HEAD_CODES, KLD_FLOOR, TOP_CODE, clipped_ro
 from agreement.records import PositionScores
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
     from concurrent.futures import Future
 
     from numpy.typing import NDArray
@@ -90,10 +90,11 @@ class ScoredChunk:
     identical: bool
 
 
-def score_files(base: LogitsFile, test: LogitsFile, *, n_threads: int = 2) -> Iterator[ScoredChunk]:
+def score_files(base: LogitsFile, test: LogitsFile, *, n_threads: int = 2) -> Generator[ScoredChunk, None, None]:
     """Score the setting's file against the baseline's, chunk by chunk in order.
 
-    Where one of them was cut short (and opened nevertheless), only chunks that both hold whole are scored.
+    Where one of them was cut short (and opened nevertheless), only chunks that both hold whole are scored. Files stay
+    open until the generator ends or is closed.
 
     Args:
         base: The baseline.
@@ -132,7 +133,7 @@ def check_same_text(base: LogitsFile, test: LogitsFile) -> None:
         )
 
 
-def _scored_chunks(base: LogitsFile, test: LogitsFile, n_threads: int) -> Iterator[ScoredChunk]:
+def _scored_chunks(base: LogitsFile, test: LogitsFile, n_threads: int) -> Generator[ScoredChunk, None, None]:
     n_rows, n_chunk = base.n_rows, min(base.n_chunk, test.n_chunk)
     step = max(1, BLOCK_BYTES // base.row_bytes)
     blocks = iter(range(0, n_chunk * n_rows, step))
@@ -279,8 +280,8 @@ def _score(base: _Rows, test: _Rows, targets: Int32Array, mask: NDArray[np.bool_
         codes = side.raw[rows, targets + HEAD_CODES]
         out[f"{name}_target_logprob"] = side.log_probs(codes, np.ones(n, dtype=np.intp))
         out[f"{name}_target_clipped"] = (codes == 0) & clipped_rows(side.scale)
-    if np.array_equal(base.scale, test.scale) and np.array_equal(base.min_log_prob, test.min_log_prob):
-        out["identical"] = np.array_equal(base.codes, test.codes)
+    same = np.flatnonzero((base.scale == test.scale) & (base.min_log_prob == test.min_log_prob))
+    out["identical"][same] = (base.codes[same] == test.codes[same]).all(axis=1)
     return out
 
 

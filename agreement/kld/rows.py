@@ -82,7 +82,9 @@ def quantise(logits: Float32Array, *, max_nats: float = LLAMA_CPP_NATS) -> Quant
     log_sum = np.log(shifted.sum(axis=1, dtype=np.float64)).astype(np.float32)
     min_log_prob = low - top - log_sum
     scale = (top - low) / np.float32(TOP_CODE)
-    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
+    with np.errstate(over="ignore"):
+        inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
+    inverse[np.isinf(inverse)] = 0  # a spread below 1e-34: there the tool's rounding ends in code 0, too
     above = np.subtract(x, low[:, None], out=shifted)
     np.maximum(above, np.float32(0), out=above)
     above *= inverse[:, None]

@@ -81,6 +81,8 @@ def _write_rows(path: Path, file: BinaryIO, n_vocab: int, n: int, blocks: Iterab
             raise LogitsFileError(f"{path}: row {done + found[0]}: {found[1]}")
         if done + size > n:
             raise LogitsFileError(f"{path}: more than the {n} rows that the tokens ask for")
+        if not size:
+            continue
         data = np.zeros((size, row_codes(n_vocab)), dtype=CODE)
         head = np.stack([block.scale, block.min_log_prob], axis=1).astype(FLOAT)
         data[:, :HEAD_CODES] = head.view(CODE)

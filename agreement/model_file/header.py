@@ -129,15 +129,15 @@ def read_header(path: str) -> Header:
             shorter than its own header says.
     """
     try:
-        with open(path, "rb") as file:  # noqa: PTH123  (paths travel as text in the records)
-            info = os.fstat(file.fileno())
-            if not stat.S_ISREG(info.st_mode):
-                raise ModelFileError(f"{path}: not a regular file; give a .gguf file")
+        mode = os.stat(path).st_mode  # noqa: PTH116  (paths travel as text in the records); opening a pipe would wait
+        if stat.S_ISDIR(mode):
+            raise ModelFileError(f"{path}: is a folder; give the .gguf file in it")
+        if not stat.S_ISREG(mode):
+            raise ModelFileError(f"{path}: not a regular file; give a .gguf file")
+        with open(path, "rb") as file:  # noqa: PTH123  (the same)
             _check_start(path, file.read(8))
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _parse(path, data)
-    except IsADirectoryError as error:
-        raise ModelFileError(f"{path}: is a folder; give the .gguf file in it") from error
     except (OSError, ValueError) as error:  # ValueError: a path with a zero byte, a file emptied meanwhile
         reason = getattr(error, "strerror", None) or str(error)
         raise ModelFileError(f"{path}: cannot be read ({reason})") from error

@@ -99,6 +99,8 @@ def significant(x: float, digits: int = 3, *, rounding: Rounding = "nearest") ->
     if not math.isfinite(x) or x <= 0:
         return fixed(x, 0)
     number = exact(x)
+    if number >= _LARGE:
+        return _scientific(number, _MODES[rounding])
     places = max(digits - 1 - number.adjusted(), 0)
     return f"{number.quantize(Decimal(1).scaleb(-places), _MODES[rounding], _CONTEXT):,f}"
 
@@ -112,14 +114,13 @@ def size(n_bytes: int) -> str:
     """Return a number of bytes in decimal units, three significant digits, rounded up."""
     if n_bytes < 1000:
         return f"{n_bytes} B"
-    number = Decimal(n_bytes)
+    number, shown, unit = Decimal(n_bytes), "", ""
     for unit in _UNITS[1:]:
         number = number.scaleb(-3)
-        places = max(2 - number.adjusted(), 0)
-        shown = number.quantize(Decimal(1).scaleb(-places), ROUND_CEILING)
-        if shown < 1000 or unit == _UNITS[-1]:
+        shown = significant(float(number), rounding="up")
+        if Decimal(shown.replace(",", "")) < 1000:
             break
-    return f"{shown:,f} {unit}" if shown.adjusted() <= 2 - places or not places else f"{shown:.{places - 1}f} {unit}"
+    return f"{shown} {unit}"
 
 
 def tokens(run_length: float, agreement_low: float | None) -> str:

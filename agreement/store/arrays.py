@@ -121,7 +121,7 @@ def read_arrays(path: Path, names: tuple[str, ...] | None = None) -> tuple[Array
         arrays[entry["name"]] = block.view(dtype).reshape(shape)
     missing = set(names or ()) - arrays.keys()
     if missing:
-        raise _damaged(path, f"has no array {sorted(missing)[0]!r}")
+        raise _damaged(path, f"has no array {min(missing)!r}")
     return arrays, header["meta"]
 
 

@@ -65,7 +65,9 @@ class RunStore:
         """
         if (path / "run.json").exists():
             raise StoreError(f"{path} already holds a run; continue it with --resume or choose another -o")
-        if path.exists() and (not path.is_dir() or any(p.name.lstrip(".") not in _BEFORE_A_RUN for p in path.iterdir())):
+        if path.exists() and (
+            not path.is_dir() or any(p.name.lstrip(".") not in _BEFORE_A_RUN for p in path.iterdir())
+        ):
             raise StoreError(f"{path} exists and is not a run directory; choose another -o")
         store = cls(path, {"identity": identity, "about": about, "settings": [], "passes": {}})
         make_folder(path)
@@ -92,10 +94,12 @@ class RunStore:
             raise StoreError(f"{file} is not a run of agreement")
         version = header.pop("format_version", None)
         if version != FORMAT_VERSION:
-            raise StoreError(f"{file} has format version {version}, this program reads {FORMAT_VERSION}; record it again")
+            raise StoreError(
+                f"{file} has format version {version}, this program reads {FORMAT_VERSION}; record it again"
+            )
         missing = {"identity", "about", "settings", "passes"} - header.keys()
         if missing:
-            raise StoreError(f"{file} lacks {sorted(missing)[0]!r}; record the run again")
+            raise StoreError(f"{file} lacks {min(missing)!r}; record the run again")
         return cls(path, header)
 
     def save_header(self) -> None:
@@ -144,7 +148,9 @@ class RunStore:
         make_folder(path.parent)
         write_arrays(path, arrays, {"pass": pass_name, "chunk": index, **meta})
 
-    def read_chunk(self, pass_name: str, index: int, names: tuple[str, ...] | None = None) -> tuple[Arrays, dict[str, Any]]:
+    def read_chunk(
+        self, pass_name: str, index: int, names: tuple[str, ...] | None = None
+    ) -> tuple[Arrays, dict[str, Any]]:
         """Read one chunk of one pass; see `read_arrays`.
 
         Raises:

@@ -32,12 +32,11 @@ def serve(pipe: Connection) -> None:
     `("progress", Progress)`, `("result", value)`, `("error", AgreementError)`.
     """
     _, args, _ = pipe.recv()
-    # Line by line and at once: if the engine aborts, its last words must already be in the file.
     runner: PassRunner | None = None
     while True:
         try:
             if runner is None:
-                runner = PassRunner(*args, log=lambda line: print(line, file=sys.stderr, flush=True))
+                runner = PassRunner(*args, log=_write_line)
                 answer: object = None
             else:
                 method, args, kwargs = pipe.recv()
@@ -49,6 +48,12 @@ def serve(pipe: Connection) -> None:
             return
         except AgreementError as error:
             pipe.send(("error", error))
+
+
+def _write_line(line: str) -> None:
+    """Write a line of the engine's log at once: if the engine aborts, its last words must already be in the file."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
 
 
 def _send_progress(pipe: Connection, progress: Progress) -> None:

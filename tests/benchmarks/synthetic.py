@@ -5,7 +5,8 @@
 
 Each is written tensor by tensor, so making it needs no more than some tens of megabytes of memory.  Text is split as by
 the tiny models' tokenizer (bytes and forty merges); the rest of the vocabulary is filler that only the output layer
-knows.
+knows.  Scales are chosen so that agreement at 7, 6, 4 and 2 of 8 experts is about that of large trained
+models.  Seen with 300 tokens of source text: 95, 91, 79, 49 % (`vocabulary`) and 91, 86, 75, 53 % (`experts`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ VOCABULARY = models.Dims(
     n_expert_used=8,
     n_ff_exp=256,
     n_ctx_train=32_768,
+    router_gain=2.5,
+    expert_gain=0.1,
 )
 EXPERTS = models.Dims(
     n_vocab=4096,
@@ -42,6 +45,8 @@ EXPERTS = models.Dims(
     n_expert_used=8,
     n_ff_exp=320,
     n_ctx_train=32_768,
+    router_gain=3.0,
+    expert_gain=0.1,
 )
 KINDS = {"vocabulary": VOCABULARY, "experts": EXPERTS}
 

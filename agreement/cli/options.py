@@ -1,0 +1,120 @@
+"""Options shared by several commands, named as in llama.cpp where it has a name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from agreement.records import EngineOptions
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class ChunkCount(click.ParamType[int]):
+    """A positive number, or `all`, which becomes 0."""
+
+    name = "N|all"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the number."""
+        if value == "all":
+            return 0
+        try:
+            number = int(value)
+        except ValueError:
+            self.fail(f"{value!r} is neither a number nor 'all'", param, ctx)
+        if number < 1:
+            self.fail(f"{number} is not a positive number of chunks", param, ctx)
+        return number
+
+
+def _stack(*decorators: Decorator) -> Decorator:
+    def apply(function: Callable[..., Any]) -> Callable[..., Any]:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return apply
+
+
+settings_options = _stack(
+    click.option("--experts", metavar="N,N,...", help="Numbers of experts per token to try, e.g. 7,6,4,2."),
+    click.option(
+        "--setting",
+        "extra_settings",
+        multiple=True,
+        metavar="SETTING",
+        help="A further setting: experts=N, kv:KEY=TYPE:VALUE, or several joined with '+'. Repeatable.",
+    ),
+)
+
+corpus_options = _stack(
+    click.option("--include", multiple=True, metavar="GLOB", help="Only documents whose name matches. Repeatable."),
+    click.option(
+        "--exclude", multiple=True, metavar="GLOB", help="Leave out documents whose name matches. Repeatable."
+    ),
+    click.option(
+        "--language", "languages", multiple=True, metavar="NAME", help="Only this language, e.g. python, prose."
+    ),
+)
+
+chunk_options = _stack(
+    click.option(
+        "--chunking",
+        type=click.Choice(["document", "llama-perplexity"]),
+        default="document",
+        show_default=True,
+        help="Windows inside single documents, or as llama-perplexity cuts one joined text.",
+    ),
+    click.option("-c", "--ctx", "n_ctx", type=int, default=512, show_default=True, help="Tokens a chunk (n_ctx)."),
+    click.option(
+        "--chunks", "n_chunks", type=ChunkCount(), default="64", show_default=True, help="Chunks to use, or 'all'."
+    ),
+    click.option("--first", type=int, default=None, help="First scored position of a chunk.  [default: half of --ctx]"),
+    click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the selection."),
+)
+
+recording_options = _stack(
+    click.option(
+        "--logits",
+        type=click.Choice(["full", "top"]),
+        default="full",
+        show_default=True,
+        help="Record the whole distribution (2 bytes a token) or only its top; with 'top' KLD becomes bounds.",
+    ),
+    click.option("--resume", is_flag=True, help="Continue the run in the output directory from its last whole chunk."),
+)
+
+engine_options = _stack(
+    click.option("-ngl", "--n-gpu-layers", type=int, default=0, show_default=True, help="Layers on the GPU."),
+    click.option(
+        "-t", "--threads", "n_threads", type=click.IntRange(min=0), default=0, help="Threads.  [default: all]"
+    ),
+    click.option("-b", "--batch-size", "n_batch", type=int, default=2048, show_default=True, help="Tokens a batch."),
+    click.option(
+        "-ub", "--ubatch-size", "n_ubatch", type=int, default=512, show_default=True, help="Tokens a micro-batch."
+    ),
+    click.option(
+        "-fa", "--flash-attn", type=click.Choice(["on", "off", "auto"]), default="auto", help="Flash attention."
+    ),
+    click.option("-ctk", "--cache-type-k", "type_k", default="f16", show_default=True, help="KV cache type of K."),
+    click.option("-ctv", "--cache-type-v", "type_v", default="f16", show_default=True, help="KV cache type of V."),
+    click.option("--mmap/--no-mmap", "use_mmap", default=True, help="Map the model file, or read it into memory."),
+    click.option("--mlock", "use_mlock", is_flag=True, help="Keep the model in memory."),
+    click.option(
+        "--numa",
+        type=click.Choice(["disabled", "distribute", "isolate", "numactl", "mirror"]),
+        default="disabled",
+        help="NUMA strategy.",
+    ),
+    click.option("--repack/--no-repack", "repack", default=True, help="Let the engine repack weights at load."),
+)
+
+ENGINE_FIELDS = tuple(EngineOptions.__dataclass_fields__)
+
+
+def take_engine_options(given: dict[str, Any]) -> EngineOptions:
+    """Take the engine's options out of a command's arguments."""
+    return EngineOptions(**{name: given.pop(name) for name in ENGINE_FIELDS})

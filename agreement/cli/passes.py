@@ -1,0 +1,161 @@
+"""`agreement sweep`, `record` and `compare`: the commands that run an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from agreement.cli import options
+
+if TYPE_CHECKING:
+    from agreement.plan import ChunkOptions
+    from agreement.records import Corpus, Report, Setting
+
+_FORMATS = ["text", "markdown", "csv", "json", "html"]
+
+
+def _chosen(experts: str | None, extra: tuple[str, ...]) -> tuple[Setting, ...]:
+    from agreement.settings import parse_experts, parse_setting
+
+    listed = parse_experts(experts) if experts is not None else ()
+    return (*listed, *(parse_setting(text) for text in extra))
+
+
+def _default_settings(model: str) -> tuple[Setting, ...]:
+    """Return the cuts that people try: one and two experts fewer, a half, a quarter."""
+    from agreement.model_file import read_model_file
+    from agreement.settings import experts_setting
+
+    used = read_model_file(model).n_expert_used or 8
+    counts = sorted({n for n in (used - 1, used - 2, used // 2, used // 4) if 1 <= n < used}, reverse=True)
+    return tuple(experts_setting(n) for n in counts)
+
+
+def _take_chunk_options(given: dict[str, Any]) -> ChunkOptions:
+    from agreement.plan import ChunkOptions
+
+    names = ("chunking", "n_ctx", "first", "seed")
+    return ChunkOptions(n_chunks=given.pop("n_chunks") or None, **{name: given.pop(name) for name in names})
+
+
+def _take_corpus(source: str, given: dict[str, Any]) -> Corpus:
+    from agreement.corpus import load
+
+    return load(source, include=given.pop("include"), exclude=given.pop("exclude"), languages=given.pop("languages"))
+
+
+def _show(report: Report, form: str) -> None:
+    from agreement.report import render
+
+    click.echo(render(report, form), nl=False)
+
+
+@click.command("sweep")
+@click.argument("model", type=click.Path())
+@click.argument("corpus", type=click.Path())
+@click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="The run directory to make.")
+@options.settings_options
+@options.corpus_options
+@options.chunk_options
+@options.recording_options
+@options.engine_options
+@click.option("--format", "form", type=click.Choice(_FORMATS), default="text", help="Format of the table.")
+@click.option("-q", "--quiet", is_flag=True, help="No plan and no progress.")
+def sweep_command(
+    model: str,
+    corpus: str,
+    out: Path,
+    experts: str | None,
+    extra_settings: tuple[str, ...],
+    form: str,
+    quiet: bool,
+    **given: Any,
+) -> None:
+    """Run the baseline and every setting over the same chunks, then print the table.
+
+    CORPUS is a file, a folder, a git checkout, a corpus spec (.toml) or a corpus saved before.
+
+    \b
+    agreement sweep model.gguf ~/src/project --experts 7,6,4,2 -o runs/project
+    """
+    from agreement.cli.progress import ProgressView
+    from agreement.sweep import sweep
+
+    settings = _chosen(experts, extra_settings) or _default_settings(model)
+    text = _take_corpus(corpus, given)
+    with ProgressView(quiet=quiet) as view:
+        report = sweep(
+            model,
+            text,
+            out,
+            settings=settings,
+            chunks=_take_chunk_options(given),
+            options=options.take_engine_options(given),
+            listener=view.listener(),
+            **given,
+        )
+    _show(report, form)
+
+
+@click.command("record")
+@click.argument("model", type=click.Path())
+@click.argument("corpus", type=click.Path())
+@click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="The run directory to make.")
+@options.corpus_options
+@options.chunk_options
+@options.recording_options
+@options.engine_options
+@click.option("-q", "--quiet", is_flag=True, help="No plan and no progress.")
+def record_command(model: str, corpus: str, out: Path, quiet: bool, **given: Any) -> None:
+    """Record the baseline alone; `agreement compare` scores settings against it later.
+
+    \b
+    agreement record model.gguf ~/src/project -o runs/project
+    agreement compare runs/project --experts 7,6
+    """
+    from agreement.cli.progress import ProgressView
+    from agreement.sweep import record
+
+    text = _take_corpus(corpus, given)
+    with ProgressView(quiet=quiet) as view:
+        record(
+            model,
+            text,
+            out,
+            chunks=_take_chunk_options(given),
+            options=options.take_engine_options(given),
+            listener=view.listener(),
+            **given,
+        )
+    click.echo(f"recorded in {out}; next: agreement compare {out} --experts N,N,...")
+
+
+@click.command("compare")
+@click.argument("run", type=click.Path(path_type=Path))
+@options.settings_options
+@click.option(
+    "--model",
+    type=click.Path(),
+    help="Another model file with the same vocabulary (e.g. a quantisation), or the recorded one in a new place.",
+)
+@click.option("--format", "form", type=click.Choice(_FORMATS), default="text", help="Format of the table.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+def compare_command(
+    run: Path, experts: str | None, extra_settings: tuple[str, ...], model: str | None, form: str, quiet: bool
+) -> None:
+    """Score settings against a recording made before, over its chunks and with its engine options.
+
+    Chunks that are already scored are kept, so an interrupted comparison goes on where it was.
+
+    \b
+    agreement compare runs/project --experts 5
+    agreement compare runs/project --model model-Q4_K_M.gguf
+    """
+    from agreement.cli.progress import ProgressView
+    from agreement.sweep import compare
+
+    with ProgressView(quiet=quiet) as view:
+        report = compare(run, settings=_chosen(experts, extra_settings), model=model, listener=view.listener())
+    _show(report, form)

@@ -1,0 +1,138 @@
+"""What a person sees while passes run.
+
+In: the plan and progress of a run.  Out: lines on standard error, with a bar where that is a terminal.
+"""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from agreement.model_file import size_text
+from agreement.plan import Plan, scores_bytes
+from agreement.preflight import Preflight
+from agreement.recording import Progress as PassProgress
+from agreement.sweep import Listener
+
+_PLAIN_SECONDS = 10.0  # between lines where the output is a file or a pipe
+
+
+class ProgressView:
+    """Shows a run on standard error; standard output stays for the result."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._console = Console(stderr=True, quiet=quiet, highlight=False)
+        self._live = self._console.is_terminal
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("chunks  {task.fields[rate]}"),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=self._console,
+        )
+        self._task: TaskID | None = None
+        self._plan: Plan | None = None
+        self._remaining_passes = 0
+        self._last_line = 0.0
+
+    def __enter__(self) -> Self:
+        """Start drawing."""
+        if self._live:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop drawing; what was shown stays."""
+        if self._live:
+            self._bar.stop()
+
+    def listener(self) -> Listener:
+        """Return what to hand to `sweep`."""
+        return Listener(plan=self.plan, preflight=self.preflight, passes=self.start_pass, progress=self.advance)
+
+    def plan(self, plan: Plan) -> None:
+        """Say what will be done, before anything is."""
+        self._plan = plan
+        self._remaining_passes = 1 + len(plan.settings)
+        for line in plan_lines(plan):
+            self._console.print(line, markup=False, soft_wrap=True)
+
+    def preflight(self, result: Preflight) -> None:
+        """Say how stable the engine is, and how long the run will take."""
+        line = (
+            f"preflight  same shape: equal to the bit; {result.other_shape}: logits within "
+            f"{result.shape_max_difference:.2g}, top-1 differs at {result.shape_disagreement:.2%} "
+            f"of {result.n_positions} positions"
+        )
+        self._console.print(line, markup=False, soft_wrap=True)
+        if self._plan is not None:
+            seconds = self._plan.n_tokens / result.tokens_per_second
+            rate = f"{result.tokens_per_second:,.0f} tokens/s"
+            self._console.print(f"time       about {duration(seconds)} at the preflight's {rate}", markup=False)
+
+    def start_pass(self, name: str, n_chunks: int) -> None:
+        """Begin a bar."""
+        self._task = self._bar.add_task(name, total=n_chunks, rate="", left="") if self._live else None
+        self._last_line = time.monotonic()
+
+    def advance(self, progress: PassProgress) -> None:
+        """Move the bar, or print a line now and then where there is none."""
+        rate = progress.tokens / progress.seconds if progress.seconds > 0 and progress.tokens else 0.0
+        left = ""
+        if rate and progress.tokens:
+            per_chunk = progress.seconds / max(1, progress.tokens / self._tokens_a_chunk())
+            left = f"{duration(per_chunk * (progress.total - progress.done))} left"
+        shown = f"{rate:,.0f} tokens/s" if rate else "already there"
+        if self._task is not None:
+            self._bar.update(self._task, completed=progress.done, rate=shown, left=left)
+            return
+        now = time.monotonic()
+        if progress.done == progress.total or now - self._last_line > _PLAIN_SECONDS:
+            self._last_line = now
+            line = f"{progress.pass_name}: {progress.done}/{progress.total} chunks, {shown}"
+            self._console.print(line + (f", {left}" if left and progress.done < progress.total else ""), markup=False)
+
+    def _tokens_a_chunk(self) -> int:
+        return self._plan.chunks.n_ctx if self._plan is not None else 512
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """Return what a run will do, line by line."""
+    model, chunks = plan.model, plan.chunks
+    used = model.n_expert_used if model.n_expert_used is not None else "a number a layer"
+    shared = f" and {model.n_expert_shared} shared" if model.n_expert_shared else ""
+    settings = ", ".join(s.name for s in plan.settings) or "baseline only"
+    skipped = sum(plan.about["corpus"]["skipped"].values())
+    experts = f"{used} of {model.n_expert} experts{shared} in {model.n_expert_layers} of {model.n_layer} layers"
+    scored = f"scored [{chunks.first}, {chunks.last}): {plan.n_positions:,} positions"
+    disk = size_text(plan.sizes[plan.logits] + scores_bytes(chunks, len(plan.settings)))
+    sizes = f"full {size_text(plan.sizes['full'])}, top {size_text(plan.sizes['top'])}"
+    lines = [
+        f"model      {model.name}: {model.architecture}, {experts}, {size_text(model.bytes_total)}",
+        f"corpus     {plan.corpus.name}: {len(plan.corpus.documents)} documents"
+        + (f", {skipped} files skipped (see `agreement corpus`)" if skipped else ""),
+        f"chunks     {chunks.n_chunks} of {chunks.n_ctx} tokens ({chunks.chunking}), {scored}",
+        f"clusters   {len(chunks.cluster_names)}, drawn with seed {chunks.seed}",
+        f"passes     baseline, then {settings}" if plan.settings else "passes     baseline",
+        f"disk       {disk} with --logits {plan.logits} (recording: {sizes})",
+    ]
+    lines += [f"note       {note}" for note in (*plan.corpus.notes, *chunks.notes, *model.warnings)]
+    return lines
+
+
+def duration(seconds: float) -> str:
+    """Return a length of time as people say it, rounded up to the next second."""
+    whole = int(seconds) + 1
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

@@ -1,0 +1,72 @@
+"""`agreement table` and `agreement gate`: reading what a run found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+_FORMATS = ["text", "markdown", "csv", "json", "html"]
+_METHODS = ["auto", "studentised", "score", "percentile", "bca", "t"]
+
+
+@click.command("table")
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--format", "form", type=click.Choice(_FORMATS), default="text", show_default=True, help="Output format.")
+@click.option("--confidence", type=float, default=0.95, show_default=True, help="Confidence of every interval.")
+@click.option("--method", type=click.Choice(_METHODS), default="auto", show_default=True, help="Interval method.")
+@click.option("--against", metavar="SETTING", help="Also show every other setting minus this one, paired by document.")
+def table_command(runs: tuple[Path, ...], form: str, confidence: float, method: str, against: str | None) -> None:
+    """Print the agreement-vs-experts table of one or more runs, or of report.json files.
+
+    \b
+    agreement table runs/code
+    agreement table runs/code runs/prose --format markdown
+    """
+    from agreement.analysis import differences
+    from agreement.report import render, render_differences, render_many
+    from agreement.sweep import load_counts, load_report
+
+    reports = [load_report(run, confidence=confidence, method=method) for run in runs]  # type: ignore[arg-type]  # a click.Choice of exactly those names
+    click.echo(render(reports[0], form) if len(reports) == 1 else render_many(reports, form), nl=False)
+    if against is not None:
+        for run in runs:
+            counts, _ = load_counts(run)
+            click.echo(render_differences(differences(counts, against, confidence=confidence), form), nl=False)
+
+
+@click.command("gate")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option(
+    "--require", "requirements", multiple=True, metavar="TEXT", help='E.g. "experts=7 agreement>=90%". Repeatable.'
+)
+@click.option(
+    "--config", type=click.Path(path_type=Path), help="Requirements file.  [default: agreement.toml if there]"
+)
+@click.option("--confidence", type=float, default=0.95, show_default=True, help="Confidence of every interval.")
+@click.option("--format", "form", type=click.Choice(["text", "json", "junit"]), default="text", help="Output format.")
+@click.pass_context
+def gate_command(
+    ctx: click.Context, run: Path, requirements: tuple[str, ...], config: Path | None, confidence: float, form: str
+) -> None:
+    """Judge a run against requirements: exit 0 passed, 3 failed, 4 inconclusive.
+
+    A requirement passes only if its whole interval is on the good side of the bound.
+
+    \b
+    agreement gate runs/code --require "experts=7 agreement>=90%" --require "experts=6 kld<=0.05"
+    """
+    from agreement.gate import exit_code, judge, overall, parse_requirement, read_requirements
+    from agreement.report import render_judgements
+    from agreement.sweep import load_report
+
+    wanted = [parse_requirement(text) for text in requirements]
+    default = Path("agreement.toml")
+    if config is not None or (not wanted and default.exists()):
+        wanted += read_requirements(config or default)
+    if not wanted:
+        raise click.UsageError('nothing to require: give --require "experts=7 agreement>=90%" or an agreement.toml')
+    report = load_report(run, confidence=confidence)
+    judgements = [judge(report, requirement) for requirement in wanted]
+    click.echo(render_judgements(judgements, form), nl=False)
+    ctx.exit(exit_code(overall(judgements)))

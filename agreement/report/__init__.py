@@ -1,0 +1,53 @@
+"""Results for people and programs: a `Report` or judgements flow in, one string flows out; nothing is printed here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, get_args
+
+from agreement.errors import UsageError
+from agreement.report.judgements import JUDGEMENT_FORMATS, JudgementFormat, render_judgements
+from agreement.report.machine import as_csv, as_dict, as_json, read_report
+from agreement.report.markdown import markdown
+from agreement.report.page import page
+from agreement.report.text import text
+
+if TYPE_CHECKING:
+    from agreement.records import Report
+
+Format = Literal["text", "markdown", "csv", "json", "html"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+
+__all__ = [
+    "FORMATS",
+    "JUDGEMENT_FORMATS",
+    "Format",
+    "JudgementFormat",
+    "as_dict",
+    "read_report",
+    "render",
+    "render_judgements",
+]
+
+
+def render(report: Report, format: Format = "text", *, width: int | None = None) -> str:  # noqa: A002 - the option's name
+    """Return the report in one of `FORMATS`, always ending with a line end.
+
+    Args:
+        report: What to show.
+        format: `text`, `markdown`, `csv`, `json` or `html`; all show the same rows.
+        width: For `text`, columns to stay within; None where there is no such limit, as in a pipe.
+
+    Raises:
+        UsageError: Another format.
+    """
+    if format == "text":
+        return text(report, width)
+    if format == "markdown":
+        return markdown(report)
+    if format == "csv":
+        return as_csv(report)
+    if format == "json":
+        return as_json(report)
+    if format == "html":
+        return page(report)
+    raise UsageError(f"format {format!r} is none of {', '.join(FORMATS)}")
