@@ -10,7 +10,7 @@ READY  := $(VENV)/.ready
 .PHONY: demo test check slow clean
 
 demo: $(READY)
-	$(BIN)/agreement demo --fresh
+	$(BIN)/agreement demo
 
 test: $(READY) check
 	$(BIN)/python -m pytest

@@ -13,14 +13,14 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from agreement.plan import ChunkOptions
-    from agreement.sweep import compare, load_report, record, sweep
+    from agreement.runs import compare, load_report, record, sweep
 
 _HOMES = {
     "ChunkOptions": "agreement.plan",
-    "compare": "agreement.sweep",
-    "load_report": "agreement.sweep",
-    "record": "agreement.sweep",
-    "sweep": "agreement.sweep",
+    "compare": "agreement.runs",
+    "load_report": "agreement.runs",
+    "record": "agreement.runs",
+    "sweep": "agreement.runs",
 }
 
 __all__ = ["ChunkOptions", "__version__", "compare", "load_report", "record", "sweep"]

@@ -179,9 +179,13 @@ class PassRunner:
         if self._engine is None or self._loaded != setting:
             self.close()
             started = time.monotonic()
-            self._engine = load_engine(
-                self.model, setting, self.options, n_ctx=self.n_ctx, n_sequences=self.n_sequences, log=self._log
-            )
+            try:
+                self._engine = load_engine(
+                    self.model, setting, self.options, n_ctx=self.n_ctx, n_sequences=self.n_sequences, log=self._log
+                )
+            except EngineError as error:
+                hints = "; ".join(("", *self.model.warnings)) if setting.experts is not None else ""
+                raise EngineError(f"{setting.name}: {error}{hints}") from error
             self._load_seconds = time.monotonic() - started
             self._loaded = setting
         return self._engine

@@ -360,7 +360,7 @@ class Requirement:
 
     def __str__(self) -> str:
         """Return it in the form that `gate.parse_requirement` reads, or for a change in one for people."""
-        bound = _percent(self.bound) if self.metric == "agreement" else repr(self.bound)
+        bound = _percent(self.bound) if self.metric == "agreement" else repr(float(self.bound))
         change = " change" if self.against else ""
         confidence = "" if self.confidence is None else f" @{_percent(self.confidence)}"
         against = f" against {self.against}" if self.against else ""
@@ -369,7 +369,7 @@ class Requirement:
 
 def _percent(fraction: float) -> str:
     """Return every digit of the fraction as a percentage: 0.9 is `90%`."""
-    return f"{(Decimal(repr(fraction)).scaleb(2)).normalize():f}%"
+    return f"{Decimal(repr(float(fraction))).scaleb(2).normalize():f}%"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from agreement.errors import SettingError
+from agreement.errors import NoEffectError, SettingError
 from agreement.records import MetadataOverride, ModelFile, OverrideType, Setting
 
 BASELINE = Setting(name="baseline")
@@ -117,10 +117,16 @@ def check_against_model(setting: Setting, model: ModelFile) -> None:
 
     Raises:
         SettingError: More experts than the model has, or exactly as many as its file already uses.
+        NoEffectError: The file keeps one expert count a layer, so that the override would be ignored.
     """
     n = setting.experts
     if n is None:
         return
+    if model.n_expert_used is None:
+        raise NoEffectError(
+            f"experts={n} would have no effect: {model.name} keeps one expert count a layer, and llama.cpp does not "
+            "override such an array; convert the model with a single count"
+        )
     if n > model.n_expert:
         raise SettingError(
             f"experts={n}: {model.name} has {model.n_expert} experts a layer; give 1 to {model.n_expert}"

@@ -193,10 +193,32 @@ def test_facts(tmp_path: Path) -> None:
         "n_ctx": "6",
         "n_vocab": "5",
         "scored positions": "4 (2 a chunk, from position 3)",
+        "rows looked at": "4 of 4",
+        "clipped rows": "4 of 4",
         "widest row": "16.000 nats",
-        "rows clipped at the writer's limit": "4 of 4",
         "coarsest code": "0.000244 nats",  # 16 / 65535
     }
+
+
+def test_a_long_file_is_sampled_and_every_row_is_seen_if_asked(tmp_path: Path) -> None:
+    n_chunk, n_rows = 20, 31  # 620 rows
+    x = logits(n_chunk * n_rows, 5)
+    x[1] = [0, -1, -2, -3, -100]  # clipped; a sample of 256 in 620 takes rows 0, 2, 4, ...
+    path = tmp_path / "long.kld"
+    tokens = np.zeros((n_chunk, 64), dtype=np.int32)
+    kld.write_logits_file(path, tokens, 5, [kld.quantise(x)])
+    sampled, whole = kld.open_logits_file(path), kld.open_logits_file(path, every_row=True)
+    assert (sampled.n_rows_seen, sampled.n_rows_clipped, sampled.writer) == (256, 0, "unknown")
+    assert (whole.n_rows_seen, whole.n_rows_clipped, whole.writer) == (620, 1, "llama.cpp")
+    patched(path, sampled.body_offset + sampled.row_bytes, struct.pack("<f", np.nan))
+    assert kld.open_logits_file(path).writer == "unknown"
+    message = "chunk 0, row 1: scale nan"  # whoever reads the row sees it
+    with pytest.raises(LogitsFileError, match=message):
+        kld.open_logits_file(path, every_row=True)
+    with pytest.raises(LogitsFileError, match=message):
+        kld.read_chunk(sampled, 0)
+    with pytest.raises(LogitsFileError, match=message):
+        list(kld.score_files(sampled, sampled))
 
 
 # ---------------------------------------------------------------------------------------------------------- lies

@@ -17,12 +17,11 @@ import click
     help="Where to put runs.",
 )
 @click.option("--chunks", type=click.IntRange(min=2), default=64, show_default=True, help="Chunks a corpus.")
-@click.option("--resume", is_flag=True, help="Continue an interrupted demo.")
-def demo_command(out: Path, chunks: int, resume: bool) -> None:
+def demo_command(out: Path, chunks: int) -> None:
     """Sweep the bundled model over held-out code and over code it was trained on, print both tables and a gate.
 
     Takes about a minute. The model is a small trained MoE (8 of 32 experts); the first corpus was written after it
-    was trained and by other hands, the second is part of what it was trained on.
+    was trained and by other hands, the second is part of what it was trained on. What an earlier demo has done is not done again.
     """
     from agreement.cli.progress import ProgressView
     from agreement.corpus import load
@@ -30,7 +29,7 @@ def demo_command(out: Path, chunks: int, resume: bool) -> None:
     from agreement.gate import judge, parse_requirement
     from agreement.plan import ChunkOptions
     from agreement.report import render, render_judgements
-    from agreement.sweep import sweep
+    from agreement.runs import sweep
 
     reports = []
     for name, source in CORPORA.items():
@@ -41,7 +40,7 @@ def demo_command(out: Path, chunks: int, resume: bool) -> None:
                 out / name,
                 experts=(7, 6, 4, 2),
                 chunks=ChunkOptions(n_chunks=chunks),
-                resume=resume,
+                resume=True,
                 listener=view.listener(),
             )
         reports.append(report)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from agreement.records import EngineOptions
+if TYPE_CHECKING:
+    from agreement.records import EngineOptions
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -112,9 +113,9 @@ engine_options = _stack(
     click.option("--repack/--no-repack", "repack", default=True, help="Let the engine repack weights at load."),
 )
 
-ENGINE_FIELDS = tuple(EngineOptions.__dataclass_fields__)
-
 
 def take_engine_options(given: dict[str, Any]) -> EngineOptions:
     """Take the engine's options out of a command's arguments."""
-    return EngineOptions(**{name: given.pop(name) for name in ENGINE_FIELDS})
+    from agreement.records import EngineOptions
+
+    return EngineOptions(**{name: given.pop(name) for name in EngineOptions.__dataclass_fields__})

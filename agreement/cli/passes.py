@@ -81,7 +81,7 @@ def sweep_command(
     agreement sweep model.gguf ~/src/project --experts 7,6,4,2 -o runs/project
     """
     from agreement.cli.progress import ProgressView
-    from agreement.sweep import sweep
+    from agreement.runs import sweep
 
     settings = _chosen(experts, extra_settings) or _default_settings(model)
     text = _take_corpus(corpus, given)
@@ -116,7 +116,7 @@ def record_command(model: str, corpus: str, out: Path, quiet: bool, **given: Any
     agreement compare runs/project --experts 7,6
     """
     from agreement.cli.progress import ProgressView
-    from agreement.sweep import record
+    from agreement.runs import record
 
     text = _take_corpus(corpus, given)
     with ProgressView(quiet=quiet) as view:
@@ -154,7 +154,7 @@ def compare_command(
     agreement compare runs/project --model model-Q4_K_M.gguf
     """
     from agreement.cli.progress import ProgressView
-    from agreement.sweep import compare
+    from agreement.runs import compare
 
     with ProgressView(quiet=quiet) as view:
         report = compare(run, settings=_chosen(experts, extra_settings), model=model, listener=view.listener())

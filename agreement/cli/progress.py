@@ -16,7 +16,7 @@ from agreement.model_file import size_text
 from agreement.plan import Plan, scores_bytes
 from agreement.preflight import Preflight
 from agreement.recording import Progress as PassProgress
-from agreement.sweep import Listener
+from agreement.runs import Listener
 
 _PLAIN_SECONDS = 10.0  # between lines where the output is a file or a pipe
 

@@ -25,7 +25,7 @@ def table_command(runs: tuple[Path, ...], form: str, confidence: float, method: 
     """
     from agreement.analysis import differences
     from agreement.report import render, render_differences, render_many
-    from agreement.sweep import load_counts, load_report
+    from agreement.runs import load_counts, load_report
 
     reports = [load_report(run, confidence=confidence, method=method) for run in runs]  # type: ignore[arg-type]  # a click.Choice of exactly those names
     click.echo(render(reports[0], form) if len(reports) == 1 else render_many(reports, form), nl=False)
@@ -58,7 +58,7 @@ def gate_command(
     """
     from agreement.gate import exit_code, judge, overall, parse_requirement, read_requirements
     from agreement.report import render_judgements
-    from agreement.sweep import load_report
+    from agreement.runs import load_report
 
     wanted = [parse_requirement(text) for text in requirements]
     default = Path("agreement.toml")

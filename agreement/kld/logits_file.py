@@ -16,17 +16,20 @@ import numpy as np
 from agreement.errors import LogitsFileError
 from agreement.kld.rows import (
     CODE,
-    FLOAT,
     HEAD_CODES,
     IK_LLAMA_NATS,
     LLAMA_CPP_NATS,
     SPAN_TOLERANCE,
     TOP_CODE,
     bad_head,
+    clipped_rows,
     row_codes,
+    row_heads,
 )
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from agreement.records import Float32Array, Int32Array
 
 Writer = Literal["llama.cpp", "ik_llama.cpp", "unknown"]
@@ -35,13 +38,12 @@ MAGIC = b"_logits_"
 HEADER = struct.Struct("<8siii")
 TOKEN = np.dtype("<i4")
 
-_SMALL_ROW = 1 << 15  # bytes; below this, reading all is faster than seeking from head to head
-_HEADS_BLOCK = 1 << 22  # bytes read at once then
+_SAMPLE = 256  # rows looked at when a file is opened; a seek each, some 20 ms on a disk that is cold
 
 
 @dataclass(frozen=True)
 class LogitsFile:
-    """A logits file whose header, lengths, tokens and row heads have been checked.
+    """A logits file whose header, lengths and tokens have been checked.
 
     Position `p` of a chunk is scored for `first <= p < n_ctx - 1`: its row holds the log-probs after
     `tokens[: p + 1]`, and its target is `tokens[p + 1]`.
@@ -55,10 +57,11 @@ class LogitsFile:
         tokens: (n_chunk, n_ctx) int32, as tokenised. If the vocabulary asks for BOS, the tool decoded BOS in place of
             the first token of each chunk; the file does not say so.
         first: First scored position, `n_ctx // 2`.
-        scale: (n_chunk * n_rows,) float32, of every row.
-        min_log_prob: (n_chunk * n_rows,) float32, of every row.
-        writer: Who wrote it, where that shows.
         bytes_total: Size of the file.
+        n_rows_seen: Rows whose heads were read and checked on opening; the next three are about these.
+        n_rows_clipped: Those that are cut off at 16 or 24 nats.
+        widest_nats: The largest `65535 * scale`.
+        writer: Who wrote it, where that shows.
     """
 
     path: Path
@@ -68,10 +71,11 @@ class LogitsFile:
     n_chunk: int
     tokens: Int32Array = field(repr=False)
     first: int
-    scale: Float32Array = field(repr=False)
-    min_log_prob: Float32Array = field(repr=False)
-    writer: Writer
     bytes_total: int
+    n_rows_seen: int
+    n_rows_clipped: int
+    widest_nats: float
+    writer: Writer
 
     @property
     def n_rows(self) -> int:
@@ -109,12 +113,14 @@ def body_offset(n_ctx: int, n_chunk: int) -> int:
     return HEADER.size + 4 * n_ctx * n_chunk
 
 
-def open_logits_file(path: str | Path, *, allow_truncated: bool = False) -> LogitsFile:
-    """Read header, tokens and the head of every row, and check all of them.
+def open_logits_file(path: str | Path, *, allow_truncated: bool = False, every_row: bool = False) -> LogitsFile:
+    """Read header, tokens and the heads of some rows, and check them.
 
     Args:
         path: The file.
         allow_truncated: Accept a file that ends early, and use its whole chunks.
+        every_row: Look at the head of every row, not of 256 spread over the file. Whoever reads a row later checks
+            its head anyway; this is for saying all about a file.
 
     Raises:
         LogitsFileError: The file cannot be read, is no logits file, is cut short (unless allowed) or too long, or
@@ -123,12 +129,12 @@ def open_logits_file(path: str | Path, *, allow_truncated: bool = False) -> Logi
     path = Path(path)
     try:
         with path.open("rb") as file:
-            return _read(path, file, allow_truncated=allow_truncated)
+            return _read(path, file, allow_truncated=allow_truncated, every_row=every_row)
     except OSError as error:
         raise LogitsFileError(f"{path}: cannot be read ({error.strerror or error}); check the path") from error
 
 
-def _read(path: Path, file: BinaryIO, *, allow_truncated: bool) -> LogitsFile:
+def _read(path: Path, file: BinaryIO, *, allow_truncated: bool, every_row: bool) -> LogitsFile:
     size = path.stat().st_size
     head = file.read(HEADER.size)
     if head[: len(MAGIC)] != MAGIC[: len(head)] or not head:
@@ -153,13 +159,27 @@ def _read(path: Path, file: BinaryIO, *, allow_truncated: bool) -> LogitsFile:
             "the file is damaged"
         )
     n_rows = rows_per_chunk(n_ctx)
-    scale, min_log_prob = _read_heads(path, body_offset(n_ctx, claimed), n_chunk * n_rows, 2 * row_codes(n_vocab))
+    n = n_chunk * n_rows
+    seen = np.arange(n) if every_row or n <= _SAMPLE else np.linspace(0, n - 1, _SAMPLE).astype(np.int64)
+    scale, min_log_prob = _read_heads(path, body_offset(n_ctx, claimed) + seen * 2 * row_codes(n_vocab))
     if (found := bad_head(scale, min_log_prob, n_vocab)) is not None:
-        chunk, row = divmod(found[0], n_rows)
+        chunk, row = divmod(int(seen[found[0]]), n_rows)
         raise LogitsFileError(f"{path}: chunk {chunk}, row {row}: {found[1]}")
-    writer = _guess_writer(scale)
-    first = n_ctx // 2
-    return LogitsFile(path, n_ctx, n_vocab, claimed, n_chunk, tokens, first, scale, min_log_prob, writer, size)
+    widest = float(scale.max()) * TOP_CODE
+    return LogitsFile(
+        path=path,
+        n_ctx=n_ctx,
+        n_vocab=n_vocab,
+        n_chunk_claimed=claimed,
+        n_chunk=n_chunk,
+        tokens=tokens,
+        first=n_ctx // 2,
+        bytes_total=size,
+        n_rows_seen=len(seen),
+        n_rows_clipped=int(clipped_rows(scale).sum()),
+        widest_nats=widest,
+        writer=_guess_writer(widest),
+    )
 
 
 def _check_sizes(path: Path, n_ctx: int, n_vocab: int, claimed: int) -> None:
@@ -189,19 +209,14 @@ def _whole_chunks(path: Path, size: int, header: tuple[int, int, int], *, allow_
     return whole
 
 
-def _read_heads(path: Path, offset: int, n: int, row_bytes: int) -> tuple[Float32Array, Float32Array]:
-    """Return scale and min_log_prob of all `n` rows, reading as little as is quick."""
-    heads = np.empty((n, 2), dtype=FLOAT)
-    block = 1 if row_bytes > _SMALL_ROW else _HEADS_BLOCK // row_bytes
-    wanted = 8 if block == 1 else row_bytes
+def _read_heads(path: Path, offsets: NDArray[np.int64]) -> tuple[Float32Array, Float32Array]:
+    """Return scale and min_log_prob, (n,) float32 each, of the rows at these offsets."""
+    heads = np.empty((len(offsets), HEAD_CODES), dtype=CODE)
     # Unbuffered: a buffered reader would fetch a whole buffer for each head of eight bytes.
     with path.open("rb", buffering=0) as raw:
-        buffer = np.empty((block, wanted // 2), dtype=CODE)
-        for start in range(0, n, block):
-            part = buffer[: min(block, n - start)]
-            read_into(raw, offset + start * row_bytes, part, path)
-            heads[start : start + len(part)] = part[:, :HEAD_CODES].copy().view(FLOAT)
-    return heads[:, 0].astype(np.float32), heads[:, 1].astype(np.float32)
+        for offset, head in zip(offsets.tolist(), heads, strict=True):
+            read_into(raw, offset, head, path)
+    return row_heads(heads)
 
 
 def read_into(file: BinaryIO, offset: int, out: np.ndarray[tuple[int, ...], np.dtype[np.uint16]], path: Path) -> None:
@@ -219,13 +234,12 @@ def read_into(file: BinaryIO, offset: int, out: np.ndarray[tuple[int, ...], np.d
         view = view[got:]
 
 
-def _guess_writer(scale: Float32Array) -> Writer:
-    """Tell the writer from the rows' spans.
+def _guess_writer(widest: float) -> Writer:
+    """Tell the writer from the widest row's span in nats.
 
-    More than 16 nats is only written by ik_llama.cpp. A row that ends at 16 exactly was cut there, by llama.cpp. If
-    all are shorter, nothing shows.
+    More than 16 is only written by ik_llama.cpp. A row that ends at 16 exactly was cut there, by llama.cpp. If all
+    are narrower, nothing shows.
     """
-    widest = float(scale.max()) * TOP_CODE
     if widest > IK_LLAMA_NATS + SPAN_TOLERANCE:
         return "unknown"
     if widest > LLAMA_CPP_NATS + SPAN_TOLERANCE:
@@ -235,10 +249,7 @@ def _guess_writer(scale: Float32Array) -> Writer:
 
 def facts(file: LogitsFile) -> dict[str, str]:
     """Return what a person wants to know of the file, in the order to show it."""
-    widest = float(file.scale.max()) * TOP_CODE
-    limit = {"llama.cpp": LLAMA_CPP_NATS, "ik_llama.cpp": IK_LLAMA_NATS}.get(file.writer)
-    cut = 0 if limit is None else int(np.sum(np.abs(file.scale * TOP_CODE - limit) <= SPAN_TOLERANCE))
-    n = file.scale.size
+    n = file.n_chunk * file.n_rows
     chunks = f"{file.n_chunk} of {file.n_chunk_claimed} (cut short)" if file.truncated else str(file.n_chunk)
     return {
         "file": str(file.path),
@@ -248,7 +259,8 @@ def facts(file: LogitsFile) -> dict[str, str]:
         "n_ctx": str(file.n_ctx),
         "n_vocab": str(file.n_vocab),
         "scored positions": f"{n:,} ({file.n_rows} a chunk, from position {file.first})",
-        "widest row": f"{widest:.3f} nats",
-        "rows clipped at the writer's limit": f"{cut:,} of {n:,}",
-        "coarsest code": f"{float(file.scale.max()):.3g} nats",
+        "rows looked at": f"{file.n_rows_seen:,} of {n:,}",
+        "clipped rows": f"{file.n_rows_clipped:,} of {file.n_rows_seen:,}",
+        "widest row": f"{file.widest_nats:.3f} nats",
+        "coarsest code": f"{file.widest_nats / TOP_CODE:.3g} nats",
     }

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from agreement.errors import LogitsFileError
-from agreement.kld.rows import CODE, HEAD_CODES, QuantisedRows, dequantise, row_codes
+from agreement.kld.rows import CODE, HEAD_CODES, QuantisedRows, bad_head, dequantise, row_codes, row_heads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,21 +46,21 @@ def read_chunk(file: LogitsFile, index: int) -> LogitsChunk:
     """Map chunk `index` of the file; the mapping ends when the chunk is dropped.
 
     Raises:
-        LogitsFileError: There is no such chunk, or the file has become shorter since it was opened.
+        LogitsFileError: There is no such chunk, a row's head cannot be, or the file has become shorter.
     """
     if not 0 <= index < file.n_chunk:
         raise LogitsFileError(f"{file.path}: no chunk {index}; it has {file.n_chunk}, counted from 0")
-    rows = slice(index * file.n_rows, (index + 1) * file.n_rows)
-    offset = file.body_offset + rows.start * file.row_bytes
+    offset = file.body_offset + index * file.n_rows * file.row_bytes
     try:
         shape = (file.n_rows, row_codes(file.n_vocab))
         data: np.ndarray[tuple[int, int], np.dtype[np.uint16]] = np.memmap(file.path, CODE, "r", offset, shape)
     except (OSError, ValueError) as error:
         raise LogitsFileError(f"{file.path}: chunk {index} cannot be mapped ({error}); did the file change?") from error
+    scale, min_log_prob = row_heads(data)
+    if (found := bad_head(scale, min_log_prob, file.n_vocab)) is not None:
+        raise LogitsFileError(f"{file.path}: chunk {index}, row {found[0]}: {found[1]}")
     codes = data[:, HEAD_CODES : HEAD_CODES + file.n_vocab]
-    return LogitsChunk(
-        index, QuantisedRows(codes, file.scale[rows], file.min_log_prob[rows]), file.targets[index].copy()
-    )
+    return LogitsChunk(index, QuantisedRows(codes, scale, min_log_prob), file.targets[index].copy())
 
 
 def iter_chunks(file: LogitsFile) -> Iterator[LogitsChunk]:

@@ -50,6 +50,12 @@ def row_codes(n_vocab: int) -> int:
     return 2 * ((n_vocab + 1) // 2) + HEAD_CODES
 
 
+def row_heads(raw: NDArray[np.uint16]) -> tuple[Float32Array, Float32Array]:
+    """Return scale and min_log_prob, (n,) float32 each, of rows as they are on disk, (n, at least 4) uint16."""
+    heads = raw[:, :HEAD_CODES].copy().view(FLOAT)
+    return heads[:, 0].astype(np.float32), heads[:, 1].astype(np.float32)
+
+
 def quantise(logits: Float32Array, *, max_nats: float = LLAMA_CPP_NATS) -> QuantisedRows:
     """Quantise logits (or log-probabilities: the same up to a constant) as llama.cpp's perplexity tool does.
 

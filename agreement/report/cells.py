@@ -215,20 +215,20 @@ def _methods(report: Report, estimates: dict[Metric, list[Estimate]]) -> tuple[s
                 label = METRIC_STYLES[metric].label
                 groups.setdefault(key, {}).setdefault(label, []).append(one_line(row.setting))
     lines = [
-        f"{_listed(by_label, len(report.rows))}: {percent(confidence)} interval, {one_line(method)}, "
-        f"{numbers.count(n)} clusters"
+        f"{_listed(by_label, len(report.rows))}: {percent(confidence)} interval ({one_line(method)}) "
+        f"over {numbers.count(n)} cluster{'' if n == 1 else 's'}"
         for (method, confidence, n), by_label in groups.items()
     ]
     for i, row in enumerate(report.rows):
         worth = [
-            f"{METRIC_STYLES[metric].label} like {numbers.count(int(e.effective_n))} "
+            f"like {numbers.count(int(e.effective_n))} for {METRIC_STYLES[metric].label} "
             f"(design effect {numbers.significant(e.design_effect, rounding='up')})"
             for metric, column in estimates.items()
             if (e := column[i]).design_effect and e.effective_n is not None
         ]
         if worth:
-            head = f"{one_line(row.setting)}: {numbers.count(row.n_positions)} positions count for "
-            lines.append(head + ", for ".join(worth))
+            head = f"{one_line(row.setting)}: {numbers.count(row.n_positions)} positions count "
+            lines.append(head + ", ".join(worth))
     return tuple(lines)
 
 

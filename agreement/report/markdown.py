@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 from agreement.report.cells import table
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from agreement.records import Report
 
 # What starts markup inside a line; `_` does so only at the edge of a word.
-_SPECIAL = re.compile(r"[\\`*<>|\[\]~&]|(?<![^\W_])_|_(?![^\W_])")
-_LEADING = re.compile(r"(?=[#+-])|(?<=\d)(?=[.)])")
+_SPECIAL = re.compile(r"[\\`*<>|\[\]~&$]|(?<![^\W_])_|_(?![^\W_])")
+# What starts a block at the head of a line: a heading, a list, a rule.
+_BLOCK = re.compile(r"^(\d*)([#+=-]|(?<=\d)[.)])")
 
 
 def markdown(report: Report) -> str:
@@ -20,9 +23,10 @@ def markdown(report: Report) -> str:
     cells = table(report)
     lines = [f"## {_escaped(cells.title)}", ""]
     lines += [f"- {_escaped(name)}: {_escaped(value)}" for name, value in cells.facts]
-    lines += ["", _line(_cell(column.title) for column in cells.columns)]
+    lines += ["", _line(column.title for column in cells.columns)]
     lines.append(_line("---" if column.align == "left" else "---:" for column in cells.columns))
-    lines += [_line(_cell(cell) for cell in row) for row in cells.rows]
+    # Only the setting can hold markup: the other cells are numbers, and brackets of numbers make no link.
+    lines += [_line((_escaped(row[0]), *row[1:])) for row in cells.rows]
     foot = [f"({mark}) {_escaped(words)}" for mark, words in cells.footnotes]
     foot += [_escaped(line) for line in cells.methods]
     foot += [f"**Note:** {_escaped(line)}" for line in cells.notes]
@@ -31,4 +35,12 @@ def markdown(report: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _line(cells: object) -> str: ...
+def _line(cells: Iterable[str]) -> str:
+    """Return one line of a table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def _escaped(words: str) -> str:
+    """Return one line of plain text with every sign that Markdown would read escaped."""
+    escaped = _SPECIAL.sub(lambda match: "\\" + match[0], words)
+    return _BLOCK.sub(lambda match: match[1] + "\\" + match[2], escaped)

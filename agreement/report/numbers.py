@@ -112,13 +112,12 @@ def count(n: int) -> str:
 
 def size(n_bytes: int) -> str:
     """Return a number of bytes in decimal units, three significant digits, rounded up."""
+    shown, unit = str(n_bytes), _UNITS[0]
     if n_bytes < 1000:
-        return f"{n_bytes} B"
-    number, shown, unit = Decimal(n_bytes), "", ""
-    for unit in _UNITS[1:]:
-        number = number.scaleb(-3)
-        shown = significant(float(number), rounding="up")
-        if Decimal(shown.replace(",", "")) < 1000:
+        return f"{shown} {unit}"
+    for power, unit in enumerate(_UNITS[1:], 1):
+        shown = significant(n_bytes / 1000**power, rounding="up")
+        if Decimal(shown.replace(",", "")) < 1000 or unit == _UNITS[-1]:
             break
     return f"{shown} {unit}"
 

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 # head rule, middle, row, foot rule, foot, bottom; the rule's columns are joined by spaces.
 _RULE = Box("    \n    \n -  \n    \n    \n    \n    \n    \n", ascii=True)
 
+# Spaces between columns; the narrow gap where it saves a table.
 _GAP = 2
+_NARROW_GAP = 1
 _SETTING_WIDTH = 32
 _LEAST_WIDTH = 40
 
@@ -38,7 +40,7 @@ def text(report: Report, width: int | None = None) -> str:
         width = max(width, _LEAST_WIDTH)
     cells = table(report)
     parts = [cells.title, _facts(cells, width)]
-    parts += [_drawn(cells, chosen, width) for chosen in _split(cells, width)]
+    parts += _tables(cells, width)
     foot = [(f"({mark}) ", words) for mark, words in cells.footnotes]
     foot += [("", line) for line in cells.methods]
     parts.append("\n".join(_wrapped(head, words, width) for head, words in foot))
@@ -66,48 +68,45 @@ def _wrapped(head: str, words: str, width: int | None) -> str:
     )
 
 
-def _split(cells: Table, width: int | None) -> list[list[int]]:
-    """Return the columns of each table to draw; the settings, column 0, lead every one."""
+def _tables(cells: Table, width: int | None) -> list[str]:
+    """Return the table, or the fewest that keep within the width."""
+    limit = None if width is None else _SETTING_WIDTH
+    widths = [_column_width(cells, i, limit if i == 0 else None) for i in range(len(cells.columns))]
     if width is None:
-        return [list(range(len(cells.columns)))]
-    widths = [_column_width(cells, i) for i in range(len(cells.columns))]
+        return [_drawn(cells, list(range(len(widths))), widths, _GAP)]
+    wide, narrow = _split(widths, width, _GAP), _split(widths, width, _NARROW_GAP)
+    chosen, gap = (narrow, _NARROW_GAP) if len(narrow) < len(wide) else (wide, _GAP)
+    return [_drawn(cells, columns, widths, gap) for columns in chosen]
+
+
+def _split(widths: list[int], width: int, gap: int) -> list[list[int]]:
+    """Return the columns of each table to draw; the settings, column 0, lead every one."""
     tables: list[list[int]] = [[0]]
     for i in range(1, len(widths)):
-        needed = sum(widths[j] + _GAP for j in tables[-1]) + widths[i]
+        needed = sum(widths[j] + gap for j in tables[-1]) + widths[i]
         if needed > width and len(tables[-1]) > 1:
             tables.append([0])
         tables[-1].append(i)
     return tables
 
 
-def _column_width(cells: Table, i: int) -> int:
-    """Return the width of column `i` with its head wrapped at spaces."""
+def _column_width(cells: Table, i: int, limit: int | None) -> int:
+    """Return the width of column `i` with its head wrapped at spaces and its cells, if there is a limit, folded."""
     head = max(cell_len(word) for word in cells.columns[i].title.split())
     body = max((cell_len(row[i]) for row in cells.rows), default=0)
-    return max(head, min(body, _SETTING_WIDTH) if i == 0 else body)
+    return max(head, body if limit is None else min(body, limit))
 
 
-def _drawn(cells: Table, chosen: list[int], width: int | None) -> str:
-    """Return one table of the chosen columns."""
-    grid = RichTable(box=_RULE, show_edge=False, pad_edge=False, padding=(0, _GAP - 1, 0, 0), safe_box=False)
+def _drawn(cells: Table, chosen: list[int], widths: list[int], gap: int) -> str:
+    """Return one table of the chosen columns, each exactly as wide as `widths` says."""
+    grid = RichTable(box=_RULE, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0), safe_box=False)
     for i in chosen:
         column = cells.columns[i]
-        grid.add_column(
-            Text(column.title),
-            justify=column.align,
-            vertical="bottom",
-            overflow="fold",
-            width=max((cell_len(row[0]) for row in cells.rows), default=7) if width is None and i == 0 else None,
-            min_width=_column_width(cells, i),
-            max_width=_column_width(cells, i) if width is not None or i > 0 else None,
-        )
+        grid.add_column(Text(column.title), justify=column.align, vertical="bottom", overflow="fold", width=widths[i])
     for row in cells.rows:
         grid.add_row(*(Text(row[i]) for i in chosen))
-    # Wide enough that nothing is ever squeezed: columns were chosen to fit, and one too long sticks out uncut.
-    room = sum(max(_column_width(cells, i), max((cell_len(r[i]) for r in cells.rows), default=0)) for i in chosen)
     sink = io.StringIO()
-    console = Console(
-        file=sink, width=room + (_GAP + 1) * len(chosen), color_system=None, force_terminal=False, legacy_windows=False
-    )
-    console.print(grid)
+    # Room for every column, so that rich squeezes none; a single column wider than asked for sticks out uncut.
+    room = sum(widths[i] + gap for i in chosen)
+    Console(file=sink, width=room, color_system=None, force_terminal=False, legacy_windows=False).print(grid)
     return "\n".join(line.rstrip() for line in sink.getvalue().splitlines() if line.strip())

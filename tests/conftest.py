@@ -1,0 +1,30 @@
+"""What all tests share: slow ones are left out by default, and a model and a corpus that are only read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import models
+import pytest
+from runs import write_corpus
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave slow tests out unless `-m` says what to run."""
+    if config.getoption("-m"):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if item not in slow]
+
+
+@pytest.fixture(scope="session")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a tiny qwen3moe, 8 of 16 experts, float32: one model for all tests, to be read only."""
+    return models.write_model(tmp_path_factory.mktemp("model") / "qwen.gguf", "qwen3moe")
+
+
+@pytest.fixture(scope="session")
+def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of four texts of about 500 tokens each, to be read only."""
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
