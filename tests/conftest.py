@@ -6,7 +6,7 @@ from pathlib import Path
 
 import models
 import pytest
-from runs import write_corpus
+from small_runs import write_corpus
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

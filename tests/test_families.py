@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from reference import Reference, Scores, load_reference, score
-from runs import FOUR_AT_A_TIME, ONE_AT_A_TIME, make_text, write_corpus
+from small_runs import FOUR_AT_A_TIME, ONE_AT_A_TIME, make_text, write_corpus
 
 from agreement import ChunkOptions, sweep
 from agreement.recording import load_chunks, stored_scores

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from agreement import kld
 from agreement.errors import LogitsFileError
-from agreement.kld import comparison
+from agreement.kld import comparison, row_scores
 from agreement.records import PositionScores
 
 if TYPE_CHECKING:
@@ -143,7 +143,9 @@ def test_the_same_numbers_are_called_identical(tmp_path: Path) -> None:
 
 def reference(base: kld.LogitsFile, test: kld.LogitsFile) -> dict[str, Float64Array]:
     """Score row by row, in float64, the way the format's description says it."""
-    result: dict[str, list[float]] = {name: [] for name in ("kld", "base_top", "test_top", "margin", "ambiguous")}
+    result: dict[str, list[float]] = {
+        name: [] for name in ("kld", "base_top", "test_top", "margin", "ambiguous", "clipped")
+    }
     for one, other in zip(kld.iter_chunks(base), kld.iter_chunks(test), strict=True):
         for row in range(base.n_rows):
             lp_base = one.log_probs(row, row + 1)[0].astype(np.float64)
@@ -152,6 +154,12 @@ def reference(base: kld.LogitsFile, test: kld.LogitsFile) -> dict[str, Float64Ar
             codes, test_codes = one.rows.codes[row], other.rows.codes[row]
             ranked = sorted(codes.tolist(), reverse=True)
             result["kld"].append(total)
+            span = 65535 * float(other.rows.scale[row])
+            limited = min(abs(span - 16), abs(span - 24)) < 1e-4
+            lost = [
+                np.exp(b) for b, c in zip(lp_base, other.rows.codes[row], strict=True) if limited and c == 0 and b > -16
+            ]
+            result["clipped"].append(sum(lost))
             result["base_top"].append(int(codes.argmax()))
             result["test_top"].append(int(test_codes.argmax()))
             result["margin"].append((ranked[0] - ranked[1]) * float(one.rows.scale[row]))
@@ -171,6 +179,7 @@ def joined(chunks: list[kld.ScoredChunk], name: str) -> np.ndarray[tuple[int, ..
     change=st.sampled_from([0.0, 1e-3, 1.0]),
     nats=st.tuples(*[st.sampled_from([kld.LLAMA_CPP_NATS, kld.IK_LLAMA_NATS])] * 2),
     block=st.sampled_from([1, 300, comparison.BLOCK_BYTES]),
+    whole_rows=st.booleans(),
     seed=st.integers(0, 2**32),
 )
 def test_plain_loops_agree(
@@ -181,6 +190,7 @@ def test_plain_loops_agree(
     change: float,
     nats: tuple[float, float],
     block: int,
+    whole_rows: bool,
     seed: int,
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -189,10 +199,15 @@ def test_plain_loops_agree(
     base, test = write(tmp_path / "b", x, nats=nats[0]), write(tmp_path / "t", y, nats=nats[1])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comparison, "BLOCK_BYTES", block)  # so that blocks end inside chunks, and the reverse
+        if whole_rows:  # the way for flat distributions over large vocabularies
+            patch.setattr(row_scores, "_LONG_ROW", 0)
+            patch.setattr(row_scores, "_MANY", -1)
         chunks = list(kld.score_files(base, test, n_threads=3))
     assert [chunk.index for chunk in chunks] == list(range(shape[0]))
     expected = reference(base, test)
     np.testing.assert_allclose(joined(chunks, "kld_low"), expected["kld"], rtol=1e-5, atol=5e-6)
+    clipped = np.concatenate([chunk.clipped_mass for chunk in chunks])
+    np.testing.assert_allclose(clipped, expected["clipped"], rtol=1e-5, atol=1e-9)
     np.testing.assert_allclose(joined(chunks, "base_margin"), expected["margin"], rtol=1e-6)
     for name in ("base_top", "test_top", "ambiguous"):
         np.testing.assert_array_equal(joined(chunks, name), expected[name])

@@ -10,20 +10,23 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
+from agreement.errors import UsageError
 from agreement.intervals import bootstrap, score
 
 if TYPE_CHECKING:
     from agreement.intervals.clusters import Float64Array, Ratios
 
-Method = Literal["auto", "score", "korn-graubard", "adjusted-t", "t", "studentised", "percentile", "bca"]
+Method = Literal["auto", "score", "korn-graubard", "adjusted-t", "log-t", "t", "studentised", "percentile", "bca"]
 METHODS: tuple[Method, ...] = get_args(Method)
-MEAN_METHODS: tuple[Method, ...] = ("auto", "adjusted-t", "t", "studentised", "percentile", "bca")
+SHARE_METHODS: tuple[Method, ...] = tuple(name for name in METHODS if name != "log-t")
+MEAN_METHODS: tuple[Method, ...] = tuple(name for name in METHODS if name not in {"score", "korn-graubard"})
 
 # As reports print them.
 NAMES = {
     "score": "score, adjusted t",
     "korn-graubard": "Korn-Graubard",
     "adjusted-t": "adjusted t",
+    "log-t": "adjusted t, log scale",
     "t": "Student t",
     "studentised": "studentised bootstrap",
     "percentile": "percentile bootstrap",
@@ -32,32 +35,39 @@ NAMES = {
 }
 
 
-def share_ends(shares: Ratios, method: Method, plan: bootstrap.Resampling) -> tuple[Float64Array, Float64Array, str]:
+def share_ends(shares: Ratios, method: Method, plan: bootstrap.Resampling) -> tuple[Float64Array, Float64Array, Method]:
     """Return both (n_draws,) ends and the method used.
 
     The draws must have at least two clusters and a share inside (0, 1).
     """
-    used: str = "score" if method == "auto" else method
+    used: Method = "score" if method == "auto" else method
     if used == "score":
         low, high = score.score(shares, confidence=plan.confidence)
     elif used == "korn-graubard":
         low, high = score.korn_graubard(shares, confidence=plan.confidence)
     else:
-        low, high, used = mean_ends(shares, method, plan)
+        low, high, used = mean_ends(shares, used, plan)
     return np.clip(low, 0.0, 1.0), np.clip(high, 0.0, 1.0), used
 
 
-def mean_ends(means: Ratios, method: Method, plan: bootstrap.Resampling) -> tuple[Float64Array, Float64Array, str]:
-    """Return both (n_draws,) ends and the method used; the draws must have at least two clusters that differ."""
-    used = mean_rule(means.n_clusters) if method == "auto" else method
-    spare = t_ends(means, used, plan.confidence)
-    low, high = resample((means,), bootstrap.identity, used, plan, spare=spare)
-    return low, high, used
+def mean_ends(
+    means: Ratios, method: Method, plan: bootstrap.Resampling, *, bound: float | None = None
+) -> tuple[Float64Array, Float64Array, Method]:
+    """Return both (n_draws,) ends and the method used; the draws must have at least two clusters that differ.
 
-
-def mean_rule(n_clusters: int) -> Method:
-    """Return the method that `auto` takes for a mean of so many clusters."""
-    return "adjusted-t"
+    `auto` works on the logarithmic scale where there is a lower bound, else on the scale of the mean itself.
+    """
+    used = method
+    if used == "auto":
+        used = "adjusted-t" if bound is None else "log-t"
+    if used == "log-t":
+        if bound is None:
+            raise UsageError("`method` log-t needs `lower_bound`; give one, or take adjusted-t")
+        low, high = score.log_student(means, confidence=plan.confidence, bound=bound)
+    else:
+        spare = t_ends(means, used, plan.confidence)
+        low, high = resample((means,), bootstrap.identity, used, plan, spare=spare)
+    return (low if bound is None else np.maximum(low, bound)), high, used
 
 
 def t_ends(means: Ratios, method: Method, confidence: float) -> tuple[Float64Array, Float64Array]:

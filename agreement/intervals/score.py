@@ -1,27 +1,38 @@
 """Intervals without resampling: score intervals for shares, Student t intervals for means.
 
 With few clusters, or few of them that disagree at all, the spread between clusters is itself badly known and moves
-together with the estimate. `quantiles` answers that by the shape of the residuals: fewer degrees of freedom where a
-few clusters make up most of the variance, and a longer side where they lie.
+together with the estimate: a sample without its rare bad clusters looks both better and surer than it is. `quantiles`
+answers that by making the side longer on which the residuals have their tail.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from agreement.intervals.clusters import Float64Array, Ratios, t_quantile
 
-# Below: constants of `quantiles` and `score`, found by simulation on beta-binomial agreement (docs/intervals.md) and
-# checked on other distributions.
-
-# Up to this many clusters the degrees of freedom follow the residuals' own kurtosis; beyond, less and less so, because
-# the central limit theorem takes over.
-FEW_CLUSTERS = 12.0
-# The skewness enters by this power: a small one is mostly luck and counts for little.
-SKEW_POWER = 1.25
 # A design effect below 1 is luck (clusters cannot agree better than independent positions do), but replacing it by
 # 1 makes the interval of few clusters too wide; a quarter only rules out the absurd.
 LEAST_EFFECT = 0.25
+
+
+@dataclass(frozen=True)
+class Tail:
+    """How much longer an interval gets on the side of its skew: `factor * |skew| ** power * (2 * t**2 + 1)`.
+
+    Theory for large samples has factor 1/6 and power 1. A larger power leaves a small skew alone, which is mostly
+    luck; a larger factor makes up for clusters that the sample lacks. Both were chosen by simulated coverage
+    (docs/intervals.md).
+    """
+
+    factor: float
+    power: float
+
+
+SHARE_TAIL = Tail(factor=0.45, power=1.5)
+MEAN_TAIL = Tail(factor=0.25, power=1.25)
 
 
 def design_effect(shares: Ratios) -> Float64Array:
@@ -35,27 +46,19 @@ def design_effect(shares: Ratios) -> Float64Array:
     return effect
 
 
-def quantiles(means: Ratios, confidence: float) -> tuple[Float64Array, Float64Array]:
-    """Return the (n_draws,) quantiles for the low and the high side, at least Student's for equal clusters.
+def quantiles(means: Ratios, confidence: float, tail: Tail) -> tuple[Float64Array, Float64Array]:
+    """Return the (n_draws,) quantiles for the low and the high side, each at least Student's.
 
-    Both start from Student's t. Its degrees of freedom are Satterthwaite's or, where that is less, those that the
-    residuals' own fourth moment gives: with `r = sum(e**4) / sum(e**2)**2` the variance has relative variance
-    `r - 1 / k`, so `2 / (r - 1 / k)`; one cluster that makes up all of the variance leaves about two. The side on
-    which the residuals have their tail grows by `|s|**1.25 * (2 * t**2 + 1) / 4`, `s = sum(e**3) / sum(e**2)**1.5`:
-    the first-order term for a skewed mean (Johnson 1978, *JASA* 73; Hall 1992, *JRSS B* 54) with its power and factor
-    fitted to measured coverage. The other side is not shortened, which costs width and guards against clusters that
-    have not been seen.
+    Student's t with Satterthwaite's degrees of freedom; on one side the skewness of the residuals `e`,
+    `sum(e**3) / sum(e**2)**1.5`, is added as `tail` says, in the form of the first-order correction of a skewed mean
+    (Johnson 1978, *JASA* 73; Hall 1992, *JRSS B* 54). The other side is not shortened: that costs a little width and
+    keeps the interval from trusting a skewness that few clusters cannot show.
     """
-    residuals = means.residuals
-    square = (residuals**2).sum(axis=1)
+    square = (means.residuals**2).sum(axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        skew = np.nan_to_num((residuals**3).sum(axis=1) / square**1.5)
-        relative = np.nan_to_num((residuals**4).sum(axis=1) / square**2) - 1.0 / means.n_clusters
-    ideal = 1.0 / means.degrees()
-    own = np.maximum(ideal, relative / 2.0)
-    weight = min(1.0, (FEW_CLUSTERS / means.n_clusters) ** 0.5)
-    t = t_quantile(confidence, 1.0 / (ideal + weight * (own - ideal)))
-    longer = np.abs(skew) ** SKEW_POWER * (2.0 * t**2 + 1.0) / 4.0
+        skew = np.nan_to_num((means.residuals**3).sum(axis=1) / square**1.5)
+    t = t_quantile(confidence, means.degrees())
+    longer = tail.factor * np.abs(skew) ** tail.power * (2.0 * t**2 + 1.0)
     return t + np.where(skew < 0.0, longer, 0.0), t + np.where(skew > 0.0, longer, 0.0)
 
 
@@ -66,7 +69,7 @@ def score(shares: Ratios, *, confidence: float) -> tuple[Float64Array, Float64Ar
     by that of `quantiles` for each side.
     """
     size = shares.total / np.fmax(design_effect(shares), LEAST_EFFECT)
-    below, above = quantiles(shares, confidence)
+    below, above = quantiles(shares, confidence, SHARE_TAIL)
     return wilson(shares.value, size, below)[0], wilson(shares.value, size, above)[1]
 
 
@@ -95,10 +98,29 @@ def student(means: Ratios, *, confidence: float) -> tuple[Float64Array, Float64A
 
 
 def adjusted_student(means: Ratios, *, confidence: float) -> tuple[Float64Array, Float64Array]:
-    """Return the (n_draws,) ends of the t interval with the quantiles that the residuals' shape calls for."""
-    below, above = quantiles(means, confidence)
+    """Return the (n_draws,) ends of the t interval with the quantiles that the residuals' skewness calls for."""
+    below, above = quantiles(means, confidence, MEAN_TAIL)
     error = np.sqrt(means.variance)
     return means.value - below * error, means.value + above * error
+
+
+def log_student(means: Ratios, *, confidence: float, bound: float) -> tuple[Float64Array, Float64Array]:
+    """Return the (n_draws,) ends of the adjusted t interval for the logarithm of the mean above `bound`.
+
+    For a quantity that cannot go below `bound` and varies by factors, such as KL divergence from 0; the ends are
+    `bound + (mean - bound) * exp(±quantile * error / (mean - bound))`. A mean at the bound has no logarithm and gets
+    `adjusted_student`, cut off at the bound.
+    """
+    below, above = quantiles(means, confidence, MEAN_TAIL)
+    error = np.sqrt(means.variance)
+    height = means.value - bound
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        relative = error / height
+        low = bound + height * np.exp(-below * relative)
+        high = bound + height * np.exp(above * relative)
+    plain_low, plain_high = adjusted_student(means, confidence=confidence)
+    usable = (height > 0.0) & np.isfinite(high)
+    return np.where(usable, low, np.maximum(plain_low, bound)), np.where(usable, high, plain_high)
 
 
 def all_alike(n_clusters: int, confidence: float) -> float:

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 1 << 22
 """Bytes of one file read at once: enough to hide the cost of a call, small enough for the worst case.
 
-Temporary arrays take 30 bytes for each token above the KLD's floor; with a small vocabulary, where all may be, 2 M codes
-make 60 MB a thread.
+Temporary arrays take 30 bytes for each token above the KLD's floor; with a small vocabulary, where all may be, 2 M
+codes make 60 MB a thread.
 """
 
 

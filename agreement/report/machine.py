@@ -169,7 +169,7 @@ def read_report(text: str, name: str = "report.json") -> Report:
             notes=_texts(data, "notes"),
             baseline_expert_bytes=_whole_or_none(data, "baseline_expert_bytes"),
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError) as error:
         raise StoreError(f"{name}: missing or malformed {error}; make the table again") from error
 
 

@@ -95,14 +95,17 @@ def _scientific(number: Decimal, mode: str) -> str:
 
 
 def significant(x: float, digits: int = 3, *, rounding: Rounding = "nearest") -> str:
-    """Return a positive number with at least `digits` significant digits and all digits before the point."""
+    """Return a positive number with `digits` significant digits, or more where that many are before the point."""
     if not math.isfinite(x) or x <= 0:
         return fixed(x, 0)
     number = exact(x)
     if number >= _LARGE:
         return _scientific(number, _MODES[rounding])
     places = max(digits - 1 - number.adjusted(), 0)
-    return f"{number.quantize(Decimal(1).scaleb(-places), _MODES[rounding], _CONTEXT):,f}"
+    shown = number.quantize(Decimal(1).scaleb(-places), _MODES[rounding], _CONTEXT)
+    if places and shown.adjusted() > number.adjusted():  # 9.999 became 10.00: drop the digit that is one too many
+        shown = shown.quantize(Decimal(1).scaleb(1 - places), context=_CONTEXT)
+    return f"{shown:,f}"
 
 
 def count(n: int) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from agreement.plan import ChunkOptions
@@ -64,3 +66,29 @@ def run_command(
     return subprocess.run(
         command_line(*arguments), capture_output=True, text=True, check=False, cwd=cwd, timeout=timeout
     )
+
+
+def children(pid: int) -> list[int]:
+    """Return the processes whose parent is `pid`."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text(encoding="utf-8").rpartition(")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        if int(fields[1]) == pid:
+            found.append(int(stat.parent.name))
+    return found
+
+
+def wait_for(condition: Callable[[], object], *, seconds: float = 30) -> None:
+    """Wait until `condition()` is true.
+
+    Raises:
+        TimeoutError: It has not become true in time.
+    """
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"nothing after {seconds} s")
+        time.sleep(0.005)

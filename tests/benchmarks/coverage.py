@@ -1,0 +1,434 @@
+"""How often the intervals of `agreement.intervals` hold the truth, by simulation.
+
+Run from the root of the repository; the full grid takes a few minutes on one core:
+
+    python tests/benchmarks/coverage.py --draws 2000 --output reports/coverage.md
+    python tests/benchmarks/coverage.py --quick
+
+Every row is one kind of data and one number of clusters. For each method it shows the share of draws whose interval
+held the true value, the share that lay wholly above it and wholly below it, and the mean width. Draws of one row are
+computed together, and all methods see the same draws.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agreement.intervals import score
+from agreement.intervals.bootstrap import Resampling, exp_difference
+from agreement.intervals.clusters import Ratios
+from agreement.intervals.methods import Method, mean_ends, resample, share_ends, t_ends
+
+Array = NDArray[np.float64]
+Ends = tuple[Array, Array]
+
+# 1,998 give the 2.5 % tails on whole ranks; half as many are enough where only the coverage is read.
+RESAMPLES = 999
+CHUNK = 128  # scored positions in one chunk of a 256-token window
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Least and largest coverage asked for, in percent."""
+
+    least: float
+    most: float = 100.0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One row: a number of clusters and a way to draw them.
+
+    Attributes:
+        group: Heading of its table.
+        label: What is drawn.
+        n_clusters: Clusters a draw.
+        truth: The value that intervals should hold.
+        draw: Makes `n_draws` data sets: one batch of sums, or two for a difference of perplexities.
+        kind: `share`, `mean`, `positive` (a mean bounded by 0) or `delta`.
+        goal: Coverage asked of `auto`, or None where it is only printed.
+        methods: Methods to compare.
+    """
+
+    group: str
+    label: str
+    n_clusters: int
+    truth: float
+    draw: Callable[[np.random.Generator, int], tuple[Ratios, ...]]
+    kind: str
+    goal: Goal | None
+    methods: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one method did in one scenario: percentages of draws, and the mean width."""
+
+    held: float
+    above: float
+    below: float
+    width: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """A scenario's outcomes by method."""
+
+    scenario: Scenario
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+
+    @property
+    def met(self) -> bool | None:
+        """Whether `auto` reached the goal; None where there is none."""
+        goal = self.scenario.goal
+        return None if goal is None else goal.least <= self.outcomes["auto"].held <= goal.most
+
+
+# --- how data are drawn ---------------------------------------------------------------------------------------------
+
+
+def unequal_sizes(rng: np.random.Generator, n_draws: int, k: int) -> Array:
+    """Return (n_draws, k) positions: documents of 1, 2, 3, ... chunks, each half as frequent as the one before."""
+    return CHUNK * np.minimum(rng.geometric(0.5, size=(n_draws, k)), 8).astype(np.float64)
+
+
+def equal_sizes(rng: np.random.Generator, n_draws: int, k: int) -> Array:
+    """Return (n_draws, k) times two chunks."""
+    return np.full((n_draws, k), 2.0 * CHUNK)
+
+
+def _shares(rng: np.random.Generator, sizes: Array, chance: Array) -> tuple[Ratios, ...]:
+    return (Ratios(rng.binomial(sizes.astype(np.int64), chance).astype(np.float64), sizes),)
+
+
+def beta_binomial(k: int, share: float, correlation: float, sizes: Callable[..., Array] = unequal_sizes) -> Callable:
+    """Draw each cluster's agreement from a beta distribution with this mean and within-cluster correlation."""
+    total = 1.0 / correlation - 1.0
+
+    def draw(rng: np.random.Generator, n_draws: int) -> tuple[Ratios, ...]:
+        chance = rng.beta(share * total, (1.0 - share) * total, size=(n_draws, k))
+        return _shares(rng, sizes(rng, n_draws, k), chance)
+
+    return draw
+
+
+def one_in_ten_worse(k: int, share: float) -> Callable:
+    """Draw one cluster in ten 15 points worse than the others, beta within both kinds (correlation 0.005)."""
+    total = 1.0 / 0.005 - 1.0
+
+    def draw(rng: np.random.Generator, n_draws: int) -> tuple[Ratios, ...]:
+        level = np.where(rng.random((n_draws, k)) < 0.1, share + 0.015 - 0.15, share + 0.015)
+        return _shares(rng, unequal_sizes(rng, n_draws, k), rng.beta(level * total, (1.0 - level) * total))
+
+    return draw
+
+
+def logit_normal(k: int, middle: float, spread: float) -> tuple[float, Callable]:
+    """Return the mean of a logit-normal agreement and its draws."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(80)
+    share = float((weights / (1.0 + np.exp(-(middle + spread * nodes)))).sum() / weights.sum())
+
+    def draw(rng: np.random.Generator, n_draws: int) -> tuple[Ratios, ...]:
+        chance = 1.0 / (1.0 + np.exp(-(middle + spread * rng.standard_normal((n_draws, k)))))
+        return _shares(rng, unequal_sizes(rng, n_draws, k), chance)
+
+    return share, draw
+
+
+def _noise(rng: np.random.Generator, sizes: Array) -> Array:
+    """Return the sum of heavy-tailed differences at each position: variance-gamma, standard deviation 0.5, kurtosis 33.
+
+    A position's difference is that of two gamma variables of shape 0.1, so a cluster's is that of two of shape
+    0.1 times its size: exact, without drawing positions.
+    """
+    scale = 0.5 / np.sqrt(2.0 * 0.1)
+    return scale * (rng.standard_gamma(0.1 * sizes) - rng.standard_gamma(0.1 * sizes))
+
+
+LOSS = 0.05  # mean of log-likelihood lost, and of KL divergence: what dropping one expert of eight costs
+
+
+def loss_t(k: int, spread: float) -> Callable:
+    """Draw losses with a cluster effect of heavy tails: Student t, 5 degrees of freedom, this standard deviation."""
+
+    def draw(rng: np.random.Generator, n_draws: int) -> tuple[Ratios, ...]:
+        sizes = unequal_sizes(rng, n_draws, k)
+        effect = spread * np.sqrt(3.0 / 5.0) * rng.standard_t(5, size=(n_draws, k))
+        return (Ratios(sizes * (LOSS + effect) + _noise(rng, sizes), sizes),)
+
+    return draw
+
+
+def loss_lognormal(k: int, spread: float) -> Callable:
+    """Draw losses whose cluster means are log-normal: skewed, all positive."""
+
+    def draw(rng: np.random.Generator, n_draws: int) -> tuple[Ratios, ...]:
+        sizes = unequal_sizes(rng, n_draws, k)
+        level = LOSS * rng.lognormal(-(spread**2) / 2.0, spread, size=(n_draws, k))
+        return (Ratios(sizes * level + _noise(rng, sizes), sizes),)
+
+    return draw
+
+
+def divergence(k: int, spread: float) -> Callable:
+    """Draw KL divergences: gamma of shape 0.1 at each position (skewness 6) around a log-normal cluster mean."""
+
+    def draw(rng: np.random.Generator, n_draws: int) -> tuple[Ratios, ...]:
+        sizes = unequal_sizes(rng, n_draws, k)
+        level = LOSS * rng.lognormal(-(spread**2) / 2.0, spread, size=(n_draws, k))
+        return (Ratios(level / 0.1 * rng.standard_gamma(0.1 * sizes), sizes),)
+
+    return draw
+
+
+def paired_losses(k: int) -> Callable:
+    """Draw a baseline loss of 2 nats (0.4 between clusters, 2.5 between positions) and a skewed loss on top."""
+    extra = loss_lognormal(k, 0.6)
+
+    def draw(rng: np.random.Generator, n_draws: int) -> tuple[Ratios, ...]:
+        lost = extra(rng, n_draws)[0]
+        sizes = lost.counts
+        level = 2.0 + 0.4 * rng.standard_normal(sizes.shape)
+        base = sizes * level + 2.5 * np.sqrt(sizes) * rng.standard_normal(sizes.shape)
+        return Ratios(base, sizes), Ratios(base + lost.sums, sizes)
+
+    return draw
+
+
+def two_settings(k: int, better: float, worse: float) -> Callable:
+    """Draw the difference of two settings' agreements that share their cluster's difficulty (correlation 0.02)."""
+    total = 1.0 / 0.02 - 1.0
+
+    def draw(rng: np.random.Generator, n_draws: int) -> tuple[Ratios, ...]:
+        sizes = unequal_sizes(rng, n_draws, k)
+        trials = sizes.astype(np.int64)
+        miss = rng.beta((1.0 - better) * total, better * total, size=(n_draws, k))
+        first = trials - rng.binomial(trials, miss)
+        second = trials - rng.binomial(trials, np.minimum(miss * (1.0 - worse) / (1.0 - better), 1.0))
+        return (Ratios((first - second).astype(np.float64), sizes),)
+
+    return draw
+
+
+# --- how intervals are formed ---------------------------------------------------------------------------------------
+
+
+def share_intervals(shares: Ratios, method: str, plan: Resampling) -> Ends:
+    """Return what `proportion` gives, for all draws at once."""
+    if method == "binomial":
+        half = score.t_quantile(plan.confidence, np.inf) * np.sqrt(shares.value * (1 - shares.value) / shares.total)
+        return shares.value - half, shares.value + half
+    low, high, _ = share_ends(shares, method, plan)
+    bound = score.all_alike(shares.n_clusters, plan.confidence)
+    low = np.select([shares.value == 1.0, shares.value == 0.0], [bound, 0.0], low)
+    high = np.select([shares.value == 1.0, shares.value == 0.0], [1.0, 1.0 - bound], high)
+    return np.minimum(low, shares.value), np.maximum(high, shares.value)
+
+
+def delta_intervals(base: Ratios, test: Ratios, method: Method, plan: Resampling) -> Ends:
+    """Return what `ppl_delta` gives, for all draws at once."""
+    ppl_base, ppl_test = np.exp(base.value), np.exp(test.value)
+    line = Ratios(ppl_test[:, None] * test.residuals - ppl_base[:, None] * base.residuals, base.counts)
+    around = t_ends(line, method, plan.confidence)
+    value = ppl_test - ppl_base
+    return resample((base, test), exp_difference, method, plan, spare=(value + around[0], value + around[1]))
+
+
+def intervals(scenario: Scenario, data: tuple[Ratios, ...], method: str, plan: Resampling) -> Ends:
+    """Return both ends of every draw."""
+    if scenario.kind == "share":
+        return share_intervals(data[0], method, plan)
+    if scenario.kind == "delta":
+        return delta_intervals(data[0], data[1], method, plan)
+    low, high, _ = mean_ends(data[0], method, plan, bound=0.0 if scenario.kind == "positive" else None)
+    return low, high
+
+
+def run(scenario: Scenario, *, n_draws: int, seed: int, confidence: float = 0.95) -> Row:
+    """Simulate one scenario; the same seed gives the same row, whatever else is run."""
+    key = [seed, scenario.n_clusters, *f"{scenario.group}/{scenario.label}".encode()]
+    data = scenario.draw(np.random.default_rng(key), n_draws)
+    row = Row(scenario)
+    for method in scenario.methods:
+        plan = Resampling(np.random.default_rng(seed), confidence, RESAMPLES)
+        low, high = intervals(scenario, data, method, plan)
+        above, below = 100.0 * np.mean(low > scenario.truth), 100.0 * np.mean(high < scenario.truth)
+        row.outcomes[method] = Outcome(100.0 - above - below, above, below, float(np.mean(high - low)))
+    return row
+
+
+# --- the grid -------------------------------------------------------------------------------------------------------
+
+EXACT = Goal(93.5, 96.5)
+SAFE = Goal(93.0)
+SHARES = ("auto", "korn-graubard", "t", "studentised", "binomial")
+MEANS = ("auto", "t", "studentised")
+SLOW = ("percentile", "bca")  # through SciPy, seconds a row: on some rows only
+
+
+def agreement_goal(k: int, share: float, correlation: float) -> Goal | None:
+    """Return what is asked for: exact from 12 clusters on, else no less; nothing for the stress case."""
+    if correlation > 0.05 or k < 6:
+        return None
+    return EXACT if k >= 12 and share <= 0.99 else SAFE
+
+
+def loss_goal(k: int) -> Goal | None:
+    """Return what is asked for a ratio of perplexities."""
+    if k < 6:
+        return None
+    return EXACT if k >= 12 else SAFE
+
+
+def grid() -> list[Scenario]:
+    """Return all scenarios in the order of the report."""
+    rows: list[Scenario] = []
+    beta = "Agreement: beta-binomial, clusters of 128, 256, ... positions"
+    for k in (3, 6, 8, 12, 24, 50, 100):
+        for share in (0.8, 0.9, 0.95, 0.99, 0.995, 0.999):
+            for rho in (0.002, 0.01, 0.05, 0.1):
+                slow = SLOW if k in {8, 24} and share in {0.9, 0.99} and rho in {0.01, 0.05} else ()
+                label = f"agreement {share:g}, correlation {rho:g}"
+                draw = beta_binomial(k, share, rho)
+                goal = agreement_goal(k, share, rho)
+                rows.append(Scenario(beta, label, k, share, draw, "share", goal, SHARES + slow))
+    other = "Agreement: other distributions, not used to choose the method"
+    for k in (6, 12, 24, 60):
+        for share in (0.8, 0.9, 0.97):
+            draw = one_in_ten_worse(k, share)
+            rows.append(
+                Scenario(other, f"{share:g}, one in ten 15 points worse", k, share, draw, "share", None, SHARES)
+            )
+        for middle, spread in ((2.0, 0.3), (3.0, 0.6), (4.5, 1.0)):
+            share, draw = logit_normal(k, middle, spread)
+            rows.append(Scenario(other, f"logit-normal {middle:g} ± {spread:g}", k, share, draw, "share", None, SHARES))
+        for share, rho in ((0.9, 0.01), (0.99, 0.01)):
+            draw = beta_binomial(k, share, rho, equal_sizes)
+            label = f"{share:g}, correlation {rho:g}, equal sizes"
+            rows.append(Scenario(other, label, k, share, draw, "share", None, SHARES))
+    for k in (3, 6, 8, 12, 24, 50, 100):
+        slow = SLOW if k in {8, 24} else ()
+        group = "PPL ratio (on the log scale)"
+        for spread in (0.005, 0.04):
+            draw = loss_t(k, spread)
+            rows.append(
+                Scenario(group, f"t5 clusters, sd {spread:g}", k, LOSS, draw, "mean", loss_goal(k), MEANS + slow)
+            )
+        for spread in (0.3, 0.6):
+            draw = loss_lognormal(k, spread)
+            rows.append(
+                Scenario(group, f"log-normal clusters, {spread:g}", k, LOSS, draw, "mean", loss_goal(k), MEANS + slow)
+            )
+    for k in (3, 6, 8, 12, 24, 50, 100):
+        for spread in (0.1, 0.3, 0.6, 1.0):
+            slow = SLOW if k in {8, 24} and spread in {0.3, 0.6} else ()
+            methods = ("auto", "adjusted-t", "t", "studentised", *slow)
+            label = f"log-normal clusters, {spread:g}"
+            rows.append(Scenario("KL divergence", label, k, LOSS, divergence(k, spread), "positive", None, methods))
+    delta = (np.exp(2.0 + LOSS) - np.exp(2.0)).item()
+    for k in (6, 12, 24, 100):
+        rows.append(
+            Scenario("PPL difference", "base 2 nats, loss 0.05", k, delta, paired_losses(k), "delta", None, MEANS)
+        )
+    for k in (6, 12, 24, 100):
+        for better, worse in ((0.92, 0.87), (0.99, 0.985)):
+            label = f"agreements {better:g} and {worse:g}"
+            draw = two_settings(k, better, worse)
+            rows.append(Scenario("Paired difference of agreement", label, k, better - worse, draw, "mean", None, MEANS))
+    return rows
+
+
+def quick() -> list[Scenario]:
+    """Return a small part of the grid that shows each kind once or twice."""
+    chosen = []
+    for scenario in grid():
+        small = scenario.n_clusters in {6, 12, 24}
+        plain = (
+            scenario.goal is None or "0.9," in scenario.label or "0.99," in scenario.label or scenario.kind == "mean"
+        )
+        if small and plain and not set(SLOW) & set(scenario.methods):
+            chosen.append(scenario)
+    return chosen
+
+
+# --- the report -----------------------------------------------------------------------------------------------------
+
+
+def table(rows: list[Row]) -> list[str]:
+    """Return the rows of one group as a Markdown table."""
+    methods = list(dict.fromkeys(name for row in rows for name in row.outcomes))
+    lines = ["| clusters | data | " + " | ".join(methods) + " | goal |", "|---|---|" + "---|" * len(methods) + "---|"]
+    for row in rows:
+        cells = [str(row.scenario.n_clusters), row.scenario.label]
+        for name in methods:
+            found = row.outcomes.get(name)
+            cells.append(
+                "" if found is None else f"{found.held:.1f} ({found.above:.1f}/{found.below:.1f}) {found.width:.4f}"
+            )
+        goal = row.scenario.goal
+        verdict = "met" if row.met else "**missed**"
+        cells.append("" if goal is None else f"{goal.least:g}-{goal.most:g} {verdict}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def report(rows: list[Row], *, n_draws: int, seed: int, confidence: float, seconds: float) -> str:
+    """Return all tables as Markdown."""
+    judged = [row for row in rows if row.met is not None]
+    missed = [row for row in judged if not row.met]
+    error = 100.0 * np.sqrt(confidence * (1.0 - confidence) / n_draws)
+    command = f"python tests/benchmarks/coverage.py --draws {n_draws} --seed {seed} --output reports/coverage.md"
+    lines = [
+        "# Coverage of the intervals",
+        "",
+        f"Made by `{command}` in {seconds:.0f} s.",
+        "",
+        f"Nominal {100 * confidence:g} %, {n_draws:,} draws a row (standard error of a coverage: {error:.2f} points), "
+        f"bootstraps with {RESAMPLES} resamples. Each cell: coverage in percent (share of intervals wholly above the "
+        "truth / wholly below it), then mean width. `auto` is what the package does unless told otherwise.",
+        "",
+        f"Goals met: {len(judged) - len(missed)} of {len(judged)}.",
+    ]
+    lines += [
+        f"- missed: {row.scenario.n_clusters} clusters, {row.scenario.label}: {row.outcomes['auto'].held:.2f} %"
+        for row in missed
+    ]
+    for group in dict.fromkeys(row.scenario.group for row in rows):
+        lines += ["", f"## {group}", "", *table([row for row in rows if row.scenario.group == group])]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the grid and print the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draws", type=int, default=2000, help="simulated data sets a row")
+    parser.add_argument("--seed", type=int, default=2026)
+    parser.add_argument("--confidence", type=float, default=0.95)
+    parser.add_argument("--quick", action="store_true", help="a small part of the grid")
+    parser.add_argument("--output", type=Path, help="write the report here as well")
+    options = parser.parse_args(arguments)
+    start = time.perf_counter()
+    rows = []
+    scenarios = quick() if options.quick else grid()
+    for number, scenario in enumerate(scenarios, start=1):
+        rows.append(run(scenario, n_draws=options.draws, seed=options.seed, confidence=options.confidence))
+        print(f"\r{number}/{len(scenarios)}", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    seconds = time.perf_counter() - start
+    text = report(rows, n_draws=options.draws, seed=options.seed, confidence=options.confidence, seconds=seconds)
+    print(text)
+    if options.output:
+        options.output.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,443 @@
+"""Everything a user can get wrong, and everything that can go wrong: one clear line, exit 1, nothing half-written.
+
+Each refusal is tried twice: through `agreement.sweep`, which raises, and through the command, which prints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import models
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from gguf import GGUFReader
+from small_runs import (
+    FOUR_AT_A_TIME,
+    SHORT,
+    children,
+    command_line,
+    names,
+    run_command,
+    snapshot,
+    wait_for,
+    write_corpus,
+)
+
+from agreement import ChunkOptions, compare, load_report, record, sweep
+from agreement.cli import main
+from agreement.errors import (
+    AgreementError,
+    CorpusError,
+    EngineError,
+    IdentityError,
+    ModelFileError,
+    NoEffectError,
+    SettingError,
+    StoreError,
+    UsageError,
+)
+from agreement.recording import Progress
+from agreement.records import EngineOptions, Setting
+from agreement.settings import parse_setting
+from agreement.store import RunStore
+from agreement.runs import Listener
+
+ENGINE = ("-t", "1", "-b", "256", "--no-repack")
+CUT = ("-c", "64", "--chunks", "12")
+N_VOCAB = models.N_VOCAB
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder with a good model, a good corpus, and a place for a run."""
+
+    root: Path
+    model: Path
+    corpus: Path
+
+    @property
+    def out(self) -> Path:
+        return self.root / "runs" / "run"
+
+
+@pytest.fixture
+def place(tmp_path: Path, qwen: Path, text_folder: Path) -> Place:
+    return Place(tmp_path, qwen, text_folder)
+
+
+def one_line(message: str) -> None:
+    assert message
+    assert "\n" not in message
+    assert "Traceback" not in message
+
+
+def check_command(expected: str, *arguments: str | Path) -> None:
+    """The command prints exactly one line, with `expected` in it, and ends with 1."""
+    result = CliRunner().invoke(main, [str(a) for a in arguments])
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("Error: ")
+    assert expected in line
+    assert result.exit_code == 1
+
+
+def refused(
+    place: Place,
+    kind: type[AgreementError],
+    expected: str,
+    *,
+    model: Path | None = None,
+    corpus: Path | None = None,
+    experts: str = "4",
+    out: Path | None = None,
+) -> None:
+    """`sweep` refuses, in both ways, and leaves every folder as it was."""
+    model, corpus, out = model or place.model, corpus or place.corpus, out or place.out
+    before = names(place.root)
+    counts = [int(n) for n in experts.split(",")]
+    with pytest.raises(kind) as caught:
+        sweep(model, corpus, out, experts=counts, chunks=SHORT, options=FOUR_AT_A_TIME)
+    assert type(caught.value) is kind
+    one_line(str(caught.value))
+    assert expected in str(caught.value)
+    assert names(place.root) == before
+    check_command(expected, "sweep", model, corpus, "--experts", experts, "-o", out, "-q", *CUT, *ENGINE)
+    assert names(place.root) == before
+
+
+# ---------------------------------------------------------------------------------------------------- model files
+
+
+def test_no_such_model(place: Place) -> None:
+    refused(place, ModelFileError, "no.gguf", model=place.root / "no.gguf")
+
+
+def test_model_is_a_folder(place: Place) -> None:
+    refused(place, ModelFileError, str(place.corpus), model=place.corpus)
+
+
+@pytest.mark.parametrize("content", [b"", b"GG", b"# a model card, not a model\n" * 100, bytes(4096)])
+def test_not_a_gguf(place: Place, content: bytes) -> None:
+    path = place.root / "m.gguf"
+    path.write_bytes(content)
+    refused(place, ModelFileError, str(path), model=path)
+
+
+@pytest.mark.parametrize("share", [0.0001, 0.01, 0.5, 0.999])
+def test_truncated_gguf(place: Place, share: float) -> None:
+    """Cut within the fixed head, the keys, the data, and its very end."""
+    whole = place.model.read_bytes()
+    path = place.root / "m.gguf"
+    path.write_bytes(whole[: int(len(whole) * share)])
+    refused(place, ModelFileError, str(path), model=path)
+
+
+def test_missing_shard(place: Place) -> None:
+    shards = models.write_split(place.root / "part", 3)
+    shards[1].unlink()
+    for given in (shards[0], shards[2]):
+        refused(place, ModelFileError, "part-00002-of-00003.gguf", model=given)
+
+
+def test_dense_model(place: Place) -> None:
+    path = models.write_model(place.root / "m.gguf", "llama", dense=True)
+    refused(place, ModelFileError, "dense", model=path)
+
+
+# ------------------------------------------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    ("experts", "expected"),
+    [
+        ("0", "experts=0"),
+        ("-1", "experts=-1"),
+        ("17", "16 experts"),
+        ("7,4,7", "7 is given twice"),
+        ("7,8", "experts=8 is what"),
+    ],
+)
+def test_impossible_expert_count(place: Place, experts: str, expected: str) -> None:
+    if experts == "7,4,7":
+        expected = "given twice"  # the list and the plan say it in their own words
+    refused(place, SettingError, expected, experts=experts)
+
+
+@pytest.mark.parametrize("text", ["", "7,,4", "seven", "7.5", "7;4", "7 4"])
+def test_experts_that_are_no_list(place: Place, text: str) -> None:
+    before = names(place.root)
+    check_command("whole number", "sweep", place.model, place.corpus, "--experts", text, "-o", place.out, "-q")
+    assert names(place.root) == before
+
+
+@pytest.mark.parametrize("text", ["experts", "experts=7,6", "kv:a.b=int:x", "kv:a.b", "topk=4", "experts=4+experts=5"])
+def test_settings_that_are_none(place: Place, text: str) -> None:
+    before = names(place.root)
+    with pytest.raises(SettingError) as caught:
+        parse_setting(text)
+    one_line(str(caught.value))
+    check_command("", "sweep", place.model, place.corpus, "--setting", text, "-o", place.out, "-q")
+    assert names(place.root) == before
+
+
+def test_setting_given_in_two_ways(place: Place) -> None:
+    with pytest.raises(SettingError, match="given twice"):
+        sweep(place.model, place.corpus, place.out, experts=(4,), settings=(parse_setting("experts=4"),), chunks=SHORT)
+
+
+# --------------------------------------------------------------------------------------------------------- corpora
+
+
+def test_no_such_corpus(place: Place) -> None:
+    refused(place, CorpusError, "nowhere", corpus=place.root / "nowhere")
+
+
+def test_folder_without_usable_text(place: Place) -> None:
+    folder = place.root / "texts"
+    folder.mkdir()
+    refused(place, CorpusError, str(folder), corpus=folder)
+    (folder / "empty.txt").touch()
+    (folder / "image.png").write_bytes(b"\x89PNG\r\n\0\0" * 100)
+    (folder / "latin.txt").write_bytes("Grüße\n".encode("latin-1") * 100)
+    refused(place, CorpusError, str(folder), corpus=folder)
+
+
+def test_text_shorter_than_a_chunk(place: Place) -> None:
+    folder = place.root / "texts"
+    folder.mkdir()
+    (folder / "short.txt").write_text("a b c d e f", encoding="utf-8")
+    refused(place, CorpusError, "64 tokens are needed in one document, the longest of 1 (short.txt)", corpus=folder)
+
+
+# --------------------------------------------------------------------------------------------- output and options
+
+
+def test_output_that_is_no_run(place: Place) -> None:
+    place.out.mkdir(parents=True)
+    (place.out / "thesis.txt").write_text("mine", encoding="utf-8")
+    refused(place, StoreError, "is not a run directory")
+    assert (place.out / "thesis.txt").read_text(encoding="utf-8") == "mine"
+
+
+def test_output_that_is_a_file(place: Place) -> None:
+    file = place.root / "file"
+    file.write_text("mine", encoding="utf-8")
+    refused(place, StoreError, str(file), out=file)
+    refused(place, StoreError, str(file), out=file / "below")
+    assert file.read_text(encoding="utf-8") == "mine"
+
+
+def test_output_that_holds_a_run(place: Place) -> None:
+    record(place.model, place.corpus, place.out, chunks=SHORT, options=FOUR_AT_A_TIME, in_process=True)
+    before = snapshot(place.out)
+    refused(place, StoreError, "already holds a run")
+    assert snapshot(place.out) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("-c", "4"), "context of 4"),
+        (("-c", "64", "--first", "63"), "first scored position 63"),
+        (("-c", "64", "-b", "0"), "-b 0"),
+        (("-c", "64", "-ub", "-3"), "-ub -3"),
+        (("-c", "64", "-ctk", "q9_9"), "q9_9"),
+        (("-c", "0"), "context of 0"),
+        (("-c", "-5"), "context of -5"),
+    ],
+)
+def test_options_that_cannot_be(place: Place, arguments: tuple[str, ...], expected: str) -> None:
+    before = names(place.root)
+    check_command(expected, "sweep", place.model, place.corpus, "--experts", "4", "-o", place.out, "-q", *arguments)
+    assert names(place.root) == before
+
+
+# --------------------------------------------------------------------------------------------- another run's folder
+
+
+@pytest.fixture
+def recorded(place: Place) -> Place:
+    record(place.model, place.corpus, place.out, chunks=SHORT, options=FOUR_AT_A_TIME, in_process=True)
+    return place
+
+
+OTHERS: dict[str, tuple[str, Callable[[Place], dict[str, Any]]]] = {
+    "model": ("model.digest", lambda p: {"model": models.write_model(p.root / "other.gguf", seed=1)}),
+    "corpus": ("chunks.fingerprint", lambda p: {"corpus": write_corpus(p.root / "other", seed=1)}),
+    "context": ("chunks.", lambda _: {"chunks": replace(SHORT, n_ctx=32)}),
+    "chunks": ("chunks.", lambda _: {"chunks": replace(SHORT, n_chunks=11)}),
+    "first": ("chunks.", lambda _: {"chunks": replace(SHORT, first=20)}),
+    "seed": ("chunks.", lambda _: {"chunks": replace(SHORT, seed=1)}),
+    "chunking": ("chunks.", lambda _: {"chunks": replace(SHORT, chunking="llama-perplexity")}),
+    "logits": ("recording.logits", lambda _: {"logits": "top"}),
+    "batch": ("options.n_batch", lambda _: {"options": replace(FOUR_AT_A_TIME, n_batch=128, n_ubatch=64)}),
+    "cache": ("options.type_k", lambda _: {"options": replace(FOUR_AT_A_TIME, type_k="f32")}),
+    "attention": ("options.flash_attn", lambda _: {"options": replace(FOUR_AT_A_TIME, flash_attn="off")}),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_resuming_another_run(recorded: Place, what: str) -> None:
+    field, other = OTHERS[what]
+    given = {"model": recorded.model, "corpus": recorded.corpus, "chunks": SHORT, "options": FOUR_AT_A_TIME}
+    given |= other(recorded)
+    before = snapshot(recorded.out)
+    model, corpus = given.pop("model"), given.pop("corpus")
+    with pytest.raises(IdentityError) as caught:
+        sweep(model, corpus, recorded.out, experts=(4,), resume=True, **given)
+    one_line(str(caught.value))
+    assert f"recorded with {field}" in str(caught.value)
+    assert snapshot(recorded.out) == before
+
+
+def test_resuming_another_run_from_the_command_line(recorded: Place) -> None:
+    before = snapshot(recorded.out)
+    arguments = ("--experts", "4", "-o", recorded.out, "-q", "--resume", "-c", "32", "--chunks", "12", *ENGINE)
+    check_command("recorded with chunks.", "sweep", recorded.model, recorded.corpus, *arguments)
+    assert snapshot(recorded.out) == before
+
+
+def edited(run: Path, old: str, new: str) -> None:
+    file = run / "run.json"
+    text = file.read_text(encoding="utf-8")
+    assert old in text
+    file.write_text(text.replace(old, new), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ('"format_version": 1', '"format_version": 2', "format version 2"),
+        ('"format": "agreement-run"', '"format": "other"', "not a run of agreement"),
+        ('"identity":', '"identiti":', "lacks 'identity'"),
+        ("{", "", "cannot be read"),
+    ],
+)
+def test_run_of_another_format(recorded: Place, old: str, new: str, expected: str) -> None:
+    edited(recorded.out, old, new)
+    before = snapshot(recorded.out)
+    with pytest.raises(StoreError, match=expected) as caught:
+        sweep(
+            recorded.model, recorded.corpus, recorded.out, experts=(4,), chunks=SHORT, options=FOUR_AT_A_TIME,
+            resume=True,
+        )  # fmt: skip
+    one_line(str(caught.value))
+    check_command(expected, "compare", recorded.out, "--experts", "4", "-q")
+    check_command(expected, "table", recorded.out)
+    assert snapshot(recorded.out) == before
+
+
+def test_folder_that_is_no_run(place: Place) -> None:
+    before = names(place.root)
+    for path in (place.root, place.root / "nothing"):
+        for call in (lambda p: compare(p, experts=(4,)), load_report):
+            with pytest.raises(StoreError) as caught:
+                call(path)
+            one_line(str(caught.value))
+            assert str(path) in str(caught.value)
+        check_command(str(path), "compare", path, "--experts", "4", "-q")
+        check_command(str(path), "table", path)
+        check_command(str(path), "gate", path, "--require", "experts=4 agreement>=90%")
+    assert names(place.root) == before
+
+
+# ------------------------------------------------------------------------------------------------ damaged recordings
+
+
+def chunk_file(place: Place, name: str) -> Path:
+    return place.out / ("chunks.agr" if name == "chunks" else f"{name}/chunk-000005.agr")
+
+
+def cut_short(path: Path, share: float) -> None:
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x10
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "empty": lambda p: cut_short(p, 0),
+    "cut in the head": lambda p: p.write_bytes(p.read_bytes()[:20]),
+    "cut in the middle": lambda p: cut_short(p, 0.5),
+    "cut at the end": lambda p: p.write_bytes(p.read_bytes()[:-1]),
+    "flipped in the magic": lambda p: flip(p, 0),
+    "flipped in the version": lambda p: flip(p, 8),
+    "flipped in the header": lambda p: flip(p, 60),
+    "flipped at the end": lambda p: flip(p, p.stat().st_size - 1),
+    "gone": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["chunks", "baseline"])
+def test_damaged_recording(recorded: Place, name: str, damage: str) -> None:
+    path = chunk_file(recorded, name)
+    DAMAGES[damage](path)
+    before = snapshot(recorded.out)
+    with pytest.raises(StoreError) as caught:
+        compare(recorded.out, experts=(4,), in_process=True)
+    one_line(str(caught.value))
+    assert str(path) in str(caught.value)
+    after = snapshot(recorded.out)
+    whole = {k for k in after if k.startswith("settings/")}
+    assert all(f"chunk-00000{i}" not in k for k in whole for i in range(5, 10))  # nothing from the damage on
+    assert {k: v for k, v in after.items() if k not in whole | {"run.json"}} == {
+        k: v for k, v in before.items() if k != "run.json"
+    }
+    assert not RunStore.open(recorded.out).is_finished("experts=4")
+    if name == "baseline":
+        check_command(str(path), "compare", recorded.out, "--experts", "4", "-q")
+
+
+def test_any_flipped_byte_of_a_recording_is_found(recorded: Place) -> None:
+    """One bit at 400 seeded places: refused, or in padding that nobody reads."""
+    path = chunk_file(recorded, "baseline")
+    run = RunStore.open(recorded.out)
+    data = path.read_bytes()
+    arrays, meta = run.read_chunk("baseline", 5)
+    kept = {name: array.copy() for name, array in arrays.items()}
+    used = sum(array.nbytes for array in kept.values())
+    found = 0
+    for at in np.random.default_rng(7).choice(len(data), 400, replace=False):
+        flip(path, int(at))
+        try:
+            again, other = run.read_chunk("baseline", 5)
+        except StoreError as error:
+            one_line(str(error))
+            found += 1
+        else:
+            assert other == meta
+            assert all(np.array_equal(again[name], array) for name, array in kept.items())
+        path.write_bytes(data)
+    assert found > 400 * 0.9 * used / len(data)
+
+
+@pytest.mark.parametrize("damage", ["cut in the middle", "flipped at the end", "gone"])
+@pytest.mark.parametrize("name", ["baseline", "settings/experts=4"])
+def test_damage_is_mended_by_what_the_message_says(place: Place, name: str, damage: str) -> None:
+    """The message says: delete that file and run again with --resume.  Done so, every byte is as it was."""
+    arguments = {"experts": (4, 2), "chunks": SHORT, "options": FOUR_AT_A_TIME, "in_process": True}
+    sweep(place.model, place.corpus, place.out, **arguments)
+    before = snapshot(place.out)
+    path = chunk_file(place, name)
+    DAMAGES[damage](path)
+    if path.exists():
+        with pytest.raises(StoreError, match="delete that file and run again with --resume"):
+            RunStore.open(place.out).read_chunk(name.removeprefix("settings/"), 5)
+        path.unlink()
+    sweep(place.model, place.corpus, place.out, **arguments, resume=True)
+    assert snapshot(place.out) == before
