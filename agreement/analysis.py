@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
 from agreement import intervals
 from agreement.errors import GateError, StoreError
-from agreement.records import Counts, Estimate, Float64Array, Report, Row
+from agreement.records import Counts, Difference, Estimate, Float64Array, Report, Row
+from agreement.settings import AGAIN
 
 DEFAULT_CONFIDENCE = 0.95
 REPORT_FORMAT = "agreement-report"
@@ -80,14 +81,18 @@ def make_report(
         method: Interval method; see `agreement.intervals`.
         speeds: Tokens per second by setting, where measured.
     """
-    rows = tuple(_row(s, run.seed, confidence, method, speeds or {}) for s in run.settings)
+    near = _near_the_floor(run, confidence)
+    rows = []
+    for s in run.settings:
+        row = _row(s, run.seed, confidence, method, speeds or {})
+        rows.append(replace(row, warnings=(*row.warnings, near[s.setting])) if s.setting in near else row)
     total = sum(run.settings[0].counts, Counts()) if run.settings else Counts()
     return Report(
         title=run.title,
         facts=run.facts,
         baseline_ppl=math.exp(total.nll_base / total.n) if total.n else math.nan,
         baseline_accuracy=total.n_base_right / total.n if total.n else math.nan,
-        rows=rows,
+        rows=tuple(rows),
         notes=run.notes,
     )
 
@@ -133,25 +138,6 @@ def _row(s: SettingCounts, seed: int, confidence: float, method: intervals.Metho
     )
 
 
-@dataclass(frozen=True)
-class Difference:
-    """One setting minus another over the same positions, paired by cluster.
-
-    Attributes:
-        setting: The setting.
-        against: What it is compared with.
-        agreement: Difference of the two agreements with the baseline, a fraction.
-        log_ppl: Difference of log perplexities, nats a token: `log(PPL of setting / PPL of against)`.
-        kld: Difference of the mean KL divergences, nats (the middle of the bounds of truncated recordings).
-    """
-
-    setting: str
-    against: str
-    agreement: Estimate
-    log_ppl: Estimate
-    kld: Estimate
-
-
 def differences(run: RunCounts, against: str, *, confidence: float = DEFAULT_CONFIDENCE) -> tuple[Difference, ...]:
     """Return every other setting of a run minus `against`, each with an interval of its own.
 
@@ -174,6 +160,23 @@ def differences(run: RunCounts, against: str, *, confidence: float = DEFAULT_CON
             estimates.append(intervals.difference(a, b, n, rng=rng, limit=limit, confidence=confidence))
         result.append(Difference(s.setting, against, *estimates))
     return tuple(result)
+
+
+def _near_the_floor(run: RunCounts, confidence: float) -> dict[str, str]:
+    """Return a warning for each setting whose agreement is not distinguishable from the noise floor's."""
+    floors = [s.setting for s in run.settings if s.setting.endswith(AGAIN)]
+    if not floors:
+        return {}
+    found = {}
+    for d in differences(run, floors[0], confidence=confidence):
+        low, high = d.agreement.low, d.agreement.high
+        if d.agreement.value == 0 or low is None or high is None or low <= 0 <= high:
+            found[d.setting] = (
+                f"not distinguishable from the noise floor ({floors[0]}): the difference in agreement is "
+                f"{100 * d.agreement.value:+.2f} points"
+                + ("" if low is None or high is None else f" [{100 * low:+.2f}, {100 * high:+.2f}]")
+            )
+    return found
 
 
 def _kld_middle(s: SettingCounts) -> Float64Array:
@@ -234,10 +237,13 @@ def _parse_counts(data: dict[str, Any]) -> RunCounts:
     clusters = tuple(str(c) for c in _list(data["clusters"]))
     settings = []
     for entry in _list(data["settings"]):
-        columns = {f.name: _list(entry["counts"][f.name]) for f in fields(Counts)}
+        columns = {
+            f.name: [_number(x, type(f.default)) for x in _list(entry["counts"][f.name])] for f in fields(Counts)
+        }
         if any(len(c) != len(clusters) for c in columns.values()):
             raise ValueError(f"{entry['setting']} does not have one count a cluster")
-        counts = tuple(Counts(**{k: v[i] for k, v in columns.items()}) for i in range(len(clusters)))
+        per_cluster: list[dict[str, Any]] = [{k: v[i] for k, v in columns.items()} for i in range(len(clusters))]
+        counts = tuple(Counts(**values) for values in per_cluster)
         settings.append(
             SettingCounts(
                 str(entry["setting"]), entry["experts"], entry["expert_bytes"], counts, tuple(entry["warnings"])
@@ -254,6 +260,15 @@ def _parse_counts(data: dict[str, Any]) -> RunCounts:
         notes=tuple(str(n) for n in _list(data["notes"])),
         seed=int(str(data["seed"])),
     )
+
+
+def _number(value: object, kind: type) -> int | float:
+    """Return a count as an int and a sum as a float, or refuse: a number that is none would spoil every total."""
+    if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
+        raise TypeError(f"{value!r:.40} is no {kind.__name__}")
+    if not math.isfinite(value) or (kind is int and value < 0):
+        raise ValueError(f"{value!r:.40} is no sum of scores")
+    return value
 
 
 def _list(value: object) -> list[Any]:

@@ -213,4 +213,5 @@ def setting_facts(setting: Setting, model: ModelFile) -> dict[str, Any]:
         "expert_bytes": None if used is None else model.expert_bytes_per_token(used),
         "overrides": [str(o) for o in metadata_overrides(setting, model.architecture)],
         "model": setting.model,
+        "again": setting.again,
     }

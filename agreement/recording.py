@@ -16,7 +16,7 @@ import xxhash
 
 from agreement.chunks import from_arrays
 from agreement.engine import Engine, EngineInfo, LogitsPart, SettingProof, load_engine
-from agreement.engine.llama import resolve_options, sequences_per_batch
+from agreement.engine.llama import other_shape, resolve_options, sequences_per_batch
 from agreement.errors import EngineError, NoEffectError
 from agreement.preflight import Preflight, preflight
 from agreement.records import ChunkSet, EngineOptions, Int32Array, ModelFile, PositionScores, Setting
@@ -150,6 +150,17 @@ class PassRunner:
         Raises:
             NoEffectError: The engine did not take the setting, or the first chunk's logits equal the baseline's.
         """
+        if not setting.again:
+            return self._score(run, setting, progress)
+        self.close()  # the noise floor's engine has another shape and takes this one's place
+        other = PassRunner(self.model, other_shape(self.options, self.n_ctx), self.n_ctx, log=self._log)
+        try:
+            facts = other._score(run, setting, progress)
+        finally:
+            other.close()
+        return {**facts, "options": asdict(other.options)}
+
+    def _score(self, run: RunStore, setting: Setting, progress: ProgressListener) -> dict[str, Any]:
         chunks = load_chunks(run)
         engine = self._load(setting)
         check_proof(engine.proof, setting, self.model)
@@ -161,7 +172,7 @@ class PassRunner:
 
         def record(index: int, parts: _ChunkLogits, pool: ThreadPoolExecutor) -> None:
             del pool
-            if index == 0 and parts.digest() == parts.base_digest(run):
+            if index == 0 and not setting.again and parts.digest() == parts.base_digest(run):
                 raise NoEffectError(no_effect_message(setting, self.model, engine.proof))
             scores = position_scores(parts.base(run), parts.row_scores())
             run.write_chunk(setting.name, index, _to_arrays(scores), {"logits_xxh3": parts.digest()})

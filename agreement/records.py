@@ -138,12 +138,14 @@ class Setting:
         experts: Experts used per token, or None to leave the file's value.
         overrides: Further metadata overrides.
         model: Path of another model file with the same vocabulary, or None for the baseline's own.
+        again: The baseline once more, at another batch shape and thread count: the noise floor.
     """
 
     name: str
     experts: int | None = None
     overrides: tuple[MetadataOverride, ...] = ()
     model: str | None = None
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -426,6 +428,25 @@ class Row:
     expert_bytes: int | None
     tokens_per_second: float | None = None
     warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One setting minus another over the same positions, paired by cluster.
+
+    Attributes:
+        setting: The setting.
+        against: What it is compared with.
+        agreement: Difference of the two agreements with the baseline, a fraction.
+        log_ppl: Difference of log perplexities, nats a token: `log(PPL of setting / PPL of against)`.
+        kld: Difference of the mean KL divergences, nats (the middle of the bounds of truncated recordings).
+    """
+
+    setting: str
+    against: str
+    agreement: Estimate
+    log_ppl: Estimate
+    kld: Estimate
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from agreement.recording import LogitsMode, PassRunner, Progress, load_chunks, s
 from agreement.records import Corpus, EngineOptions, ModelFile, Report, Setting
 from agreement.scoring import count_chunk
 from agreement.settings import BASELINE, experts_setting, with_model
+from agreement.settings import noise_floor as floor_setting
 from agreement.store import BASELINE_PASS, RunStore, read_json
 from agreement.workers import Runner, WorkerRunner
 
@@ -62,6 +63,7 @@ def sweep(
     *,
     experts: Sequence[int] = (),
     settings: Sequence[Setting] = (),
+    noise_floor: bool = False,
     chunks: ChunkOptions | None = None,
     logits: LogitsMode = "full",
     options: EngineOptions | None = None,
@@ -77,6 +79,7 @@ def sweep(
         out: The run directory to make.
         experts: Numbers of experts per token to try.
         settings: Further settings.
+        noise_floor: Also run the baseline again, in another batch shape and with other threads.
         chunks: How text becomes chunks.
         logits: `full` records the whole distribution in 16 bits a token, `top` the most probable tokens; with `top`
             agreement and perplexity are the same and KLD becomes bounds.
@@ -92,6 +95,8 @@ def sweep(
         AgreementError: One subclass a kind of trouble; see `agreement.errors`.
     """
     chosen = (*(experts_setting(n) for n in experts), *settings)
+    if noise_floor:
+        chosen = (floor_setting(model_file.read_model_file(model)), *chosen)
     arguments = _Arguments(model, corpus, out, chunks, logits, options, resume, in_process, listener)
     with _recorded(arguments, chosen) as (run, runner, header):
         _settings(run, runner, header, chosen, listener)

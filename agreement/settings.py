@@ -5,12 +5,15 @@ In: `7,6,4,2`, `experts=6` or `kv:KEY=TYPE:VALUE`.  Out: `Setting`.
 
 from __future__ import annotations
 
+import math
 import re
 
 from agreement.errors import NoEffectError, SettingError
 from agreement.records import MetadataOverride, ModelFile, OverrideType, Setting
 
 BASELINE = Setting(name="baseline")
+MAX_TEXT_BYTES = 127  # llama_model_kv_override keeps 128 bytes of a key or a text, the closing zero included
+AGAIN = "again"  # ends the name of the noise floor's setting
 
 _OVERRIDE = re.compile(r"(?P<key>[A-Za-z0-9_.\-]+)=(?P<type>int|float|bool|str):(?P<value>.+)")
 
@@ -31,7 +34,7 @@ def parse_experts(text: str) -> tuple[Setting, ...]:
     settings: list[Setting] = []
     for part in text.split(","):
         token = part.strip()
-        if not re.fullmatch(r"[+-]?[0-9]+", token):
+        if not re.fullmatch(r"[+-]?[0-9]{1,18}", token):
             raise SettingError(f"--experts {text}: {token!r} is not a whole number; give a list such as 7,6,4,2")
         setting = experts_setting(int(token))
         if setting in settings:
@@ -50,6 +53,8 @@ def parse_override(text: str) -> MetadataOverride:
     if not match:
         raise SettingError(f"override {text!r}: expected KEY=TYPE:VALUE with TYPE one of int, float, bool, str")
     key, kind, value = match["key"], match["type"], match["value"]
+    if len(key) > MAX_TEXT_BYTES:
+        raise SettingError(f"override {text!r}: a key of {len(key)} bytes; llama.cpp keeps at most {MAX_TEXT_BYTES}")
     try:
         return MetadataOverride(key, _override_type(kind), _override_value(kind, value))
     except ValueError as error:
@@ -63,15 +68,20 @@ def _override_type(kind: str) -> OverrideType:
 
 def _override_value(kind: str, value: str) -> int | float | bool | str:
     if kind == "int":
-        return int(value)
+        number = int(value)
+        if "_" in value or not -(2**63) <= number < 2**63:  # ctypes would wrap it around without a word
+            raise ValueError(value)
+        return number
     if kind == "float":
+        if "_" in value or not math.isfinite(float(value)):
+            raise ValueError(value)
         return float(value)
     if kind == "bool":
         if value not in ("true", "false"):
             raise ValueError(value)
         return value == "true"
-    if len(value.encode()) > 127:  # llama_model_kv_override keeps 128 bytes with the closing zero
-        raise SettingError(f"override value of {len(value.encode())} bytes: llama.cpp keeps at most 127")
+    if len(value.encode()) > MAX_TEXT_BYTES:
+        raise SettingError(f"override value of {len(value.encode())} bytes: llama.cpp keeps at most {MAX_TEXT_BYTES}")
     return value
 
 
@@ -79,11 +89,11 @@ def parse_setting(text: str) -> Setting:
     """Parse `experts=6`, `kv:KEY=TYPE:VALUE`, or several of them joined with `+`.
 
     Raises:
-        SettingError: The text is none of these.
+        SettingError: The text is none of these, or sets something twice.
     """
     experts: int | None = None
     overrides: list[MetadataOverride] = []
-    for part in text.split("+"):
+    for part in re.split(r"\+(?=\s*(?:experts=|kv:))", text):  # a value may hold a plus of its own, such as 1e+5
         name, _, value = part.strip().partition("=")
         if name == "experts":
             if experts is not None:
@@ -93,10 +103,19 @@ def parse_setting(text: str) -> Setting:
                 raise SettingError(f"setting {text!r}: one number of experts a setting")
             experts = one.experts
         elif part.strip().startswith("kv:"):
-            overrides.append(parse_override(part.strip()[3:]))
+            override = parse_override(part.strip()[3:])
+            if any(o.key == override.key for o in overrides):
+                raise SettingError(f"setting {text!r}: {override.key} is given twice; llama.cpp takes only the first")
+            overrides.append(override)
         else:
             raise SettingError(f"setting {text!r}: expected experts=N or kv:KEY=TYPE:VALUE")
     return Setting(name=_name(experts, tuple(overrides), None), experts=experts, overrides=tuple(overrides))
+
+
+def noise_floor(model: ModelFile) -> Setting:
+    """Return the setting that runs the baseline again, in another batch shape and with other threads."""
+    used = model.n_expert_used
+    return Setting(name=AGAIN if used is None else f"experts={used},{AGAIN}", again=True)
 
 
 def with_model(setting: Setting, model: str, label: str) -> Setting:
@@ -116,7 +135,8 @@ def check_against_model(setting: Setting, model: ModelFile) -> None:
     """Refuse a setting that this model cannot run or that would change nothing.
 
     Raises:
-        SettingError: More experts than the model has, or exactly as many as its file already uses.
+        SettingError: More experts than the model has, exactly as many as its file already uses, or their number
+            given once as `experts=` and once more as an override.
         NoEffectError: The file keeps one expert count a layer, so that the override would be ignored.
     """
     n = setting.experts
@@ -127,6 +147,9 @@ def check_against_model(setting: Setting, model: ModelFile) -> None:
             f"experts={n} would have no effect: {model.name} keeps one expert count a layer, and llama.cpp does not "
             "override such an array; convert the model with a single count"
         )
+    key = f"{model.architecture}.expert_used_count"
+    if any(o.key == key for o in setting.overrides):
+        raise SettingError(f"{setting.name}: experts= and {key} say the same thing; leave one out")
     if n > model.n_expert:
         raise SettingError(
             f"experts={n}: {model.name} has {model.n_expert} experts a layer; give 1 to {model.n_expert}"

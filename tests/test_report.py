@@ -378,7 +378,8 @@ def test_no_name_can_break_a_format(name: str) -> None:
     assert read_html(render(report, "html")).rows[1][0] == setting
     markdown = MarkdownIt("commonmark").enable("table").render(render(report, "markdown"))
     assert read_html(markdown).rows[1][0] == setting.strip()
-    assert list(csv.DictReader(io.StringIO(render(report, "csv"), newline="")))[0]["setting"] == name
+    (line,) = csv.DictReader(io.StringIO(render(report, "csv"), newline=""))
+    assert line["setting"] == name
     assert read_report(render(report, "json")) == report
     assert "92.4 % [91.0, 93.7]" in render(report, "text")
 
@@ -443,8 +444,8 @@ def test_equal_notes_share_a_footnote_and_a_missing_interval_has_one() -> None:
     cells = table(gold_report())
     assert [mark for mark, _ in cells.footnotes] == ["a", "b", "c", "d"]
     by_setting = {row[0]: row for row in cells.rows}
-    assert by_setting["experts=8, again"][3] == "1.00000 [-] (c)"
-    assert by_setting["experts=8, again"][4] == "0.0000000 [-] (c)"
+    assert by_setting["experts=8, again"][3] == "1.0000 [-] (c)"
+    assert by_setting["experts=8, again"][4] == "0.0000 [-] (c)"
     assert cells.footnotes[3] == ("d", "no interval is given")
 
 
@@ -543,28 +544,29 @@ def test_significant_keeps_three_digits(x: float, rounding: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("widths", "options", "expected"),
+    ("width", "options", "expected"),
     [
-        ([0.0129], {"shift": 2, "least": 1}, 1),  # 1.29 points: 1 and 2 get a second digit
-        ([0.0329], {"shift": 2, "least": 1}, 1),  # 3.29 points: no digit after the point needed, one is the least
-        ([0.00129], {"shift": 2, "least": 1}, 2),
-        ([0.0129, 0.00329], {"shift": 2, "least": 1}, 1),  # the narrowest, 0.329 points
-        ([0.0022], {}, 4),
-        ([0.00061], {}, 4),
-        ([0.0, math.inf, math.nan], {"default": 3}, 3),
-        ([], {"default": 3}, 3),
-        ([1e-30], {}, 9),
-        ([1e5], {}, 0),
+        (0.0129, {"shift": 2, "least": 1}, 1),  # 1.29 points: 1 and 2 get a second digit
+        (0.0329, {"shift": 2}, 0),  # 3.29 points: one digit will do
+        (0.0329, {"shift": 2, "least": 1}, 1),
+        (0.00129, {"shift": 2, "least": 1}, 2),
+        (0.0022, {}, 4),
+        (0.00061, {}, 4),
+        (0.0, {"default": 3}, 3),
+        (math.inf, {"default": 3}, 3),
+        (math.nan, {"default": 3}, 3),
+        (1e-30, {}, 9),
+        (1e5, {}, 0),
     ],
 )
-def test_decimals(widths: list[float], options: dict[str, int], expected: int) -> None:
-    assert numbers.decimals(widths, **options) == expected
+def test_decimals(width: float, options: dict[str, int], expected: int) -> None:
+    assert numbers.decimals(width, **options) == expected
 
 
 @given(st.floats(1e-8, 1e6))
 def test_decimals_show_the_width(width: float) -> None:
     # One unit of the last place, the most that an end is moved, is at most a third of the half-width.
-    assert 10.0 ** -numbers.decimals([width]) <= width / 3 * (1 + 1e-12) or width >= 3
+    assert 10.0 ** -numbers.decimals(width) <= width / 3 * (1 + 1e-12) or width >= 3
 
 
 @pytest.mark.parametrize(
@@ -671,8 +673,8 @@ def test_junit_holds_any_name(name: str) -> None:
     assert case.get("name").endswith("agreement>=90%")
 
 
-def test_places_follow_the_narrowest_interval_of_the_column() -> None:
-    wide, narrow = estimate(0.5, 0.4, 0.6), estimate(0.9, 0.899, 0.901)
-    assert places_for("agreement", [wide]) == 1
-    assert places_for("agreement", [wide, narrow]) == 2
-    assert places_for("agreement", [estimate(0.5, None, None)]) == 2
+def test_digits_follow_the_interval() -> None:
+    assert places_for("agreement", estimate(0.5, 0.4, 0.6)) == 1
+    assert places_for("agreement", estimate(0.9, 0.899, 0.901)) == 2  # half-width 0.1 points
+    assert places_for("agreement", estimate(0.5, None, None)) == 2
+    assert places_for("kld", estimate(0.01253, 0.01191, 0.0132)) == 4  # half-width 0.00065

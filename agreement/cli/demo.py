@@ -21,12 +21,13 @@ def demo_command(out: Path, chunks: int) -> None:
     """Sweep the bundled model over held-out code and over code it was trained on, print both tables and a gate.
 
     Takes about a minute. The model is a small trained MoE (8 of 32 experts); the first corpus was written after it
-    was trained and by other hands, the second is part of what it was trained on. What an earlier demo has done is not done again.
+    was trained and by other hands, the second is part of what it was trained on. What an earlier demo has done is
+    not done again.
     """
     from agreement.cli.progress import ProgressView
     from agreement.corpus import load
     from agreement.demo import CORPORA, MODEL
-    from agreement.gate import judge, parse_requirement
+    from agreement.gate import judge, overall, parse_requirement
     from agreement.plan import ChunkOptions
     from agreement.report import render, render_judgements
     from agreement.runs import sweep
@@ -47,4 +48,5 @@ def demo_command(out: Path, chunks: int) -> None:
         click.echo(render(report, "text"))
     requirement = parse_requirement("experts=7 agreement>=90%")
     click.echo(f'agreement gate {out / next(iter(CORPORA))} --require "experts=7 agreement>=90%"')
-    click.echo(render_judgements([judge(reports[0], requirement)], "text"))
+    judgements = [judge(reports[0], requirement)]
+    click.echo(render_judgements(judgements, overall(judgements), "text"), nl=False)

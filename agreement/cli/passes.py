@@ -12,6 +12,7 @@ from agreement.cli import options
 if TYPE_CHECKING:
     from agreement.plan import ChunkOptions
     from agreement.records import Corpus, Report, Setting
+    from agreement.report import Format
 
 _FORMATS = ["text", "markdown", "csv", "json", "html"]
 
@@ -46,7 +47,7 @@ def _take_corpus(source: str, given: dict[str, Any]) -> Corpus:
     return load(source, include=given.pop("include"), exclude=given.pop("exclude"), languages=given.pop("languages"))
 
 
-def _show(report: Report, form: str) -> None:
+def _show(report: Report, form: Format) -> None:
     from agreement.report import render
 
     click.echo(render(report, form), nl=False)
@@ -57,6 +58,9 @@ def _show(report: Report, form: str) -> None:
 @click.argument("corpus", type=click.Path())
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="The run directory to make.")
 @options.settings_options
+@click.option(
+    "--noise-floor", is_flag=True, help="Also run all experts again, in another batch shape and with other threads."
+)
 @options.corpus_options
 @options.chunk_options
 @options.recording_options
@@ -69,7 +73,7 @@ def sweep_command(
     out: Path,
     experts: str | None,
     extra_settings: tuple[str, ...],
-    form: str,
+    form: Format,
     quiet: bool,
     **given: Any,
 ) -> None:
@@ -143,7 +147,7 @@ def record_command(model: str, corpus: str, out: Path, quiet: bool, **given: Any
 @click.option("--format", "form", type=click.Choice(_FORMATS), default="text", help="Format of the table.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress.")
 def compare_command(
-    run: Path, experts: str | None, extra_settings: tuple[str, ...], model: str | None, form: str, quiet: bool
+    run: Path, experts: str | None, extra_settings: tuple[str, ...], model: str | None, form: Format, quiet: bool
 ) -> None:
     """Score settings against a recording made before, over its chunks and with its engine options.
 

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from agreement.intervals import Method
+    from agreement.records import Requirement
+    from agreement.report import Format, JudgementFormat
 
 _FORMATS = ["text", "markdown", "csv", "json", "html"]
 _METHODS = ["auto", "studentised", "score", "percentile", "bca", "t"]
@@ -16,7 +22,7 @@ _METHODS = ["auto", "studentised", "score", "percentile", "bca", "t"]
 @click.option("--confidence", type=float, default=0.95, show_default=True, help="Confidence of every interval.")
 @click.option("--method", type=click.Choice(_METHODS), default="auto", show_default=True, help="Interval method.")
 @click.option("--against", metavar="SETTING", help="Also show every other setting minus this one, paired by document.")
-def table_command(runs: tuple[Path, ...], form: str, confidence: float, method: str, against: str | None) -> None:
+def table_command(runs: tuple[Path, ...], form: Format, confidence: float, method: Method, against: str | None) -> None:
     """Print the agreement-vs-experts table of one or more runs, or of report.json files.
 
     \b
@@ -27,7 +33,7 @@ def table_command(runs: tuple[Path, ...], form: str, confidence: float, method: 
     from agreement.report import render, render_differences, render_many
     from agreement.runs import load_counts, load_report
 
-    reports = [load_report(run, confidence=confidence, method=method) for run in runs]  # type: ignore[arg-type]  # a click.Choice of exactly those names
+    reports = [load_report(run, confidence=confidence, method=method) for run in runs]
     click.echo(render(reports[0], form) if len(reports) == 1 else render_many(reports, form), nl=False)
     if against is not None:
         for run in runs:
@@ -43,11 +49,26 @@ def table_command(runs: tuple[Path, ...], form: str, confidence: float, method: 
 @click.option(
     "--config", type=click.Path(path_type=Path), help="Requirements file.  [default: agreement.toml if there]"
 )
+@click.option("--against", type=click.Path(path_type=Path), help="An earlier run or report.json to be no worse than.")
+@click.option(
+    "--margin",
+    "margins",
+    multiple=True,
+    metavar="TEXT",
+    help='How much worse than --against is allowed, e.g. "agreement 1%", "kld 0.005". Repeatable.',
+)
 @click.option("--confidence", type=float, default=0.95, show_default=True, help="Confidence of every interval.")
 @click.option("--format", "form", type=click.Choice(["text", "json", "junit"]), default="text", help="Output format.")
 @click.pass_context
 def gate_command(
-    ctx: click.Context, run: Path, requirements: tuple[str, ...], config: Path | None, confidence: float, form: str
+    ctx: click.Context,
+    run: Path,
+    requirements: tuple[str, ...],
+    config: Path | None,
+    against: Path | None,
+    margins: tuple[str, ...],
+    confidence: float,
+    form: JudgementFormat,
 ) -> None:
     """Judge a run against requirements: exit 0 passed, 3 failed, 4 inconclusive.
 
@@ -55,18 +76,32 @@ def gate_command(
 
     \b
     agreement gate runs/code --require "experts=7 agreement>=90%" --require "experts=6 kld<=0.05"
+    agreement gate runs/code --against reports/last.json --margin "agreement 1%"
     """
-    from agreement.gate import exit_code, judge, overall, parse_requirement, read_requirements
-    from agreement.report import render_judgements
+    from agreement.gate import exit_code, judge, not_worse, overall, parse_margin, parse_requirement, read_requirements
+    from agreement.report import as_dict, render_judgements
     from agreement.runs import load_report
 
     wanted = [parse_requirement(text) for text in requirements]
     default = Path("agreement.toml")
-    if config is not None or (not wanted and default.exists()):
+    if config is not None or (not wanted and against is None and default.exists()):
         wanted += read_requirements(config or default)
-    if not wanted:
+    if not wanted and against is None:
         raise click.UsageError('nothing to require: give --require "experts=7 agreement>=90%" or an agreement.toml')
-    report = load_report(run, confidence=confidence)
-    judgements = [judge(report, requirement) for requirement in wanted]
-    click.echo(render_judgements(judgements, form), nl=False)
-    ctx.exit(exit_code(overall(judgements)))
+    if (against is None) != (not margins):
+        raise click.UsageError("--against and --margin go together")
+    reports = {level: load_report(run, confidence=level) for level in {confidence, *_levels(wanted)}}
+    judgements = [judge(reports[r.confidence or confidence], r) for r in wanted]
+    if against is not None:
+        earlier = as_dict(load_report(against, confidence=confidence))
+        for text in margins:
+            metric, margin = parse_margin(text)
+            judgements += not_worse(reports[confidence], earlier, metric, margin)
+    verdict = overall(judgements)
+    click.echo(render_judgements(judgements, verdict, form), nl=False)
+    ctx.exit(exit_code(verdict))
+
+
+def _levels(requirements: list[Requirement]) -> list[float]:
+    """Return the confidences that requirements name themselves."""
+    return [r.confidence for r in requirements if r.confidence is not None]

@@ -89,7 +89,8 @@ class MixtureOfExperts(nn.Module):
         counts = torch.bincount(flat, minlength=self.n_expert)
         rows: Tensor = _Dispatch.apply(x, order, inverse, self.n_used)  # type: ignore[no-untyped-call]  # PyTorch's own signature
         outputs = []
-        for r, w_in, w_out in zip(rows.split(counts.tolist()), self.gate_up.unbind(), self.down.unbind(), strict=True):
+        parts = torch.split(rows, counts.tolist())
+        for r, w_in, w_out in zip(parts, self.gate_up.unbind(), self.down.unbind(), strict=True):
             gate, up = (r @ w_in).chunk(2, dim=-1)
             outputs.append((F.silu(gate) * up) @ w_out)
         y: Tensor = _Combine.apply(torch.cat(outputs), order, inverse)  # type: ignore[no-untyped-call]  # the same

@@ -99,8 +99,24 @@ def resolve_options(options: EngineOptions, n_ctx: int, n_sequences: int) -> Eng
     return replace(options, n_threads=threads, n_batch=n_batch, n_ubatch=min(options.n_ubatch, n_batch))
 
 
+def other_shape(options: EngineOptions, n_ctx: int) -> EngineOptions:
+    """Return the same engine at another batch shape and thread count, where sums are added in another order.
+
+    One chunk at a time instead of several, in micro-batches of another size, with one thread fewer (or two for one).
+    """
+    threads = options.n_threads - 1 if options.n_threads > 1 else 2
+    n_ubatch = max(1, min(options.n_ubatch, n_ctx) // 2)
+    return replace(options, n_threads=threads, n_batch=n_ctx, n_ubatch=n_ubatch)
+
+
 def sequences_per_batch(options: EngineOptions, n_ctx: int) -> int:
-    """Return how many chunks of `n_ctx` tokens one batch takes, as llama-perplexity counts them."""
+    """Return how many chunks of `n_ctx` tokens one batch takes, as llama-perplexity counts them.
+
+    Raises:
+        UsageError: No tokens a chunk.
+    """
+    if n_ctx < 1:
+        raise UsageError(f"a context of {n_ctx} tokens is too small; give more")
     return max(1, min(MAX_SEQUENCES, options.n_batch // n_ctx))
 
 

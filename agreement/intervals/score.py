@@ -31,8 +31,9 @@ class Tail:
     power: float
 
 
-SHARE_TAIL = Tail(factor=0.45, power=1.5)
-MEAN_TAIL = Tail(factor=0.25, power=1.25)
+TAIL = Tail(factor=0.45, power=1.5)
+# On the logarithmic scale, which straightens most of the skew by itself and whose upper end grows exponentially.
+LOG_TAIL = Tail(factor=0.25, power=1.25)
 
 
 def design_effect(shares: Ratios) -> Float64Array:
@@ -69,7 +70,7 @@ def score(shares: Ratios, *, confidence: float) -> tuple[Float64Array, Float64Ar
     by that of `quantiles` for each side.
     """
     size = shares.total / np.fmax(design_effect(shares), LEAST_EFFECT)
-    below, above = quantiles(shares, confidence, SHARE_TAIL)
+    below, above = quantiles(shares, confidence, TAIL)
     return wilson(shares.value, size, below)[0], wilson(shares.value, size, above)[1]
 
 
@@ -99,7 +100,7 @@ def student(means: Ratios, *, confidence: float) -> tuple[Float64Array, Float64A
 
 def adjusted_student(means: Ratios, *, confidence: float) -> tuple[Float64Array, Float64Array]:
     """Return the (n_draws,) ends of the t interval with the quantiles that the residuals' skewness calls for."""
-    below, above = quantiles(means, confidence, MEAN_TAIL)
+    below, above = quantiles(means, confidence, TAIL)
     error = np.sqrt(means.variance)
     return means.value - below * error, means.value + above * error
 
@@ -111,7 +112,7 @@ def log_student(means: Ratios, *, confidence: float, bound: float) -> tuple[Floa
     `bound + (mean - bound) * exp(±quantile * error / (mean - bound))`. A mean at the bound has no logarithm and gets
     `adjusted_student`, cut off at the bound.
     """
-    below, above = quantiles(means, confidence, MEAN_TAIL)
+    below, above = quantiles(means, confidence, LOG_TAIL)
     error = np.sqrt(means.variance)
     height = means.value - bound
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 from typing import TYPE_CHECKING, Literal, get_args
 
 from agreement.errors import UsageError
+from agreement.report.differences import differences_text as render_differences
 from agreement.report.judgements import JUDGEMENT_FORMATS, JudgementFormat, render_judgements
 from agreement.report.machine import as_csv, as_dict, as_json, read_report
 from agreement.report.markdown import markdown
@@ -12,6 +16,8 @@ from agreement.report.page import page
 from agreement.report.text import text
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from agreement.records import Report
 
 Format = Literal["text", "markdown", "csv", "json", "html"]
@@ -25,7 +31,9 @@ __all__ = [
     "as_dict",
     "read_report",
     "render",
+    "render_differences",
     "render_judgements",
+    "render_many",
 ]
 
 
@@ -51,3 +59,24 @@ def render(report: Report, format: Format = "text", *, width: int | None = None)
     if format == "html":
         return page(report)
     raise UsageError(f"format {format!r} is none of {', '.join(FORMATS)}")
+
+
+def render_many(reports: Sequence[Report], format: Format = "text", *, width: int | None = None) -> str:  # noqa: A002 - the option's name
+    """Return several reports in one output: tables one below the other, one JSON object, or one CSV with all rows.
+
+    Raises:
+        UsageError: `html`, which is one page a report.
+    """
+    if format == "html":
+        raise UsageError("html takes one run at a time; give one, or use --format markdown")
+    if format == "json":
+        return json.dumps({"reports": [as_dict(report) for report in reports]}, indent=2, allow_nan=False) + "\n"
+    if format == "csv":
+        sink = io.StringIO()
+        lines = csv.writer(sink, lineterminator="\n")
+        for index, report in enumerate(reports):
+            header, *rows = csv.reader(io.StringIO(as_csv(report)))
+            lines.writerows([["run", *header]] if index == 0 else [])
+            lines.writerows([report.title, *row] for row in rows)
+        return sink.getvalue()
+    return "\n".join(render(report, format, width=width) for report in reports)

@@ -152,11 +152,12 @@ def shown(metric: Metric, estimate: Estimate, places: int, *, apart: tuple[float
     return f"{value} [{low}, {high}]"
 
 
-def places_for(metric: Metric, estimates: Sequence[Estimate]) -> int:
-    """Return the digits after the point for a column of estimates of one metric."""
+def places_for(metric: Metric, estimate: Estimate) -> int:
+    """Return the digits after the point for an estimate of one metric."""
     style = METRIC_STYLES[metric]
-    widths = [(e.high - e.low) / 2 for e in estimates if e.low is not None and e.high is not None]
-    return numbers.decimals(widths, shift=style.shift, least=style.least, default=style.default)
+    ends = (estimate.low, estimate.high)
+    width = 0.0 if ends[0] is None or ends[1] is None else (ends[1] - ends[0]) / 2
+    return numbers.decimals(width, shift=style.shift, least=style.least, default=style.default)
 
 
 def expert_bytes(row: Row, baseline: int | None) -> str:
@@ -176,14 +177,13 @@ def one_line(text: str) -> str:
 
 def _intervals(metric: Metric, estimates: Sequence[Estimate], marks: dict[str, str]) -> list[str]:
     """Return the cells of a column; notes go into `marks`, text to mark, equal texts under one mark."""
-    places = places_for(metric, estimates)
     cells: list[str] = []
     for estimate in estimates:
         note = one_line(estimate.note)
         if not note and (estimate.low is None or estimate.high is None):
             note = NO_INTERVAL
         mark = f" ({marks.setdefault(note, _letters(len(marks)))})" if note else ""
-        cells.append(shown(metric, estimate, places) + mark)
+        cells.append(shown(metric, estimate, places_for(metric, estimate)) + mark)
     return cells
 
 

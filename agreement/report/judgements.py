@@ -55,7 +55,7 @@ def render_judgements(
 def found(judgement: Judgement) -> str:
     """Return the estimate in words, with digits enough that nothing looks like the bound that is not."""
     metric, estimate = judgement.requirement.metric, judgement.estimate
-    places = places_for(metric, [estimate])
+    places = places_for(metric, estimate)
     numbers = shown(metric, estimate, places, apart=(judgement.requirement.bound,))
     unit = METRIC_STYLES[metric].unit if metric == "kld" else ""
     n = estimate.n_clusters

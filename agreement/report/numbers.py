@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import math
 from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Context, Decimal
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from typing import Literal
 
 Rounding = Literal["nearest", "down", "up"]
 
@@ -35,24 +32,23 @@ def exact(x: float, shift: int = 0) -> Decimal:
     return Decimal(repr(float(x))).scaleb(shift, _CONTEXT)
 
 
-def decimals(widths: Iterable[float], *, shift: int = 0, least: int = 0, default: int = 2) -> int:
-    """Return the digits after the point that a column of intervals needs.
+def decimals(width: float, *, shift: int = 0, least: int = 0, default: int = 2) -> int:
+    """Return the digits after the point that an interval needs.
 
-    The narrowest half-width decides: its first digit is shown, and the second too where the first is 1 or 2, so that
-    rounding an end outwards never widens an interval by more than about a third of its half.
+    The half-width's first digit is shown, and the second too where the first is 1 or 2, so that rounding an end
+    outwards never moves it by more than a third of the half-width.
 
     Args:
-        widths: Half-widths in the metric's own unit; those that are zero or not finite say nothing.
+        width: Half-width in the metric's own unit; zero or one that is not finite says nothing.
         shift: Power of ten between the metric's unit and the one shown; 2 for a fraction shown in percent.
         least: Fewest digits to return.
-        default: What to return where no width says anything.
+        default: What to return where the width says nothing.
     """
-    usable = [exact(w, shift) for w in widths if math.isfinite(w) and w > 0]
-    if not usable:
+    if not math.isfinite(width) or width <= 0:
         return default
-    narrowest = min(usable)
-    first = int(narrowest.scaleb(-narrowest.adjusted(), _CONTEXT))
-    needed = -narrowest.adjusted() + (1 if first < 3 else 0)
+    shown = exact(width, shift)
+    first = int(shown.scaleb(-shown.adjusted(), _CONTEXT))
+    needed = -shown.adjusted() + (1 if first < 3 else 0)
     return min(max(needed, least), _MOST_PLACES)
 
 

@@ -102,7 +102,8 @@ def _full_kld(
     buffer += lse
     buffer -= block
     p *= buffer
-    return p.sum(axis=1)
+    kld: Float32Array = p.sum(axis=1)
+    return kld
 
 
 def _bounded_kld(

@@ -1,5 +1,7 @@
 """One file of named arrays: versioned, checked, written whole or not at all.
 
+In: arrays by name and a JSON-able `meta`.  Out: a file, and from it the same again or a `StoreError`.
+
 Layout, little endian: `magic` 8 bytes, `version` uint32, `header_bytes` uint32, `header_hash` uint64 (xxh3), then the
 header as JSON, then each array at a multiple of 64 bytes.  The header gives each array's name, dtype, shape, offset
 and xxh3 hash.  Equal content gives equal bytes: there is no time stamp.  A zip of `.npy` files was rejected: its CRC
@@ -45,7 +47,7 @@ def write_arrays(path: Path, arrays: Arrays, meta: dict[str, Any], *, durable: b
     """
     entries, parts, offset = [], [], 0
     for name, array in arrays.items():
-        block = np.ascontiguousarray(array)
+        block = np.asarray(array, order="C")  # ascontiguousarray would make a single number one row
         if block.dtype.byteorder == ">":
             block = block.astype(block.dtype.newbyteorder("<"))
         offset = -(-offset // ALIGN) * ALIGN
@@ -72,7 +74,7 @@ def write_arrays(path: Path, arrays: Arrays, meta: dict[str, Any], *, durable: b
 
 
 def _bytes_of(block: NDArray[Any]) -> Any:
-    return memoryview(block.reshape(-1)).cast("B") if block.size else b""
+    return block.reshape(-1).data.cast("B") if block.size else b""
 
 
 def _write_parts(path: Path, pieces: list[Any], *, durable: bool) -> None:
@@ -105,20 +107,26 @@ def read_arrays(path: Path, names: tuple[str, ...] | None = None) -> tuple[Array
     except (OSError, ValueError) as error:
         raise _damaged(path, f"cannot be read ({error})") from error
     header = _read_header(path, raw)
-    body = _HEAD.size + struct.unpack_from("<I", raw[12:16])[0]
+    end = _HEAD.size + int(raw[12:16].view("<u4")[0])
+    body = end
     arrays: Arrays = {}
     for entry in header["arrays"]:
-        if names is not None and entry["name"] not in names:
-            continue
         dtype, shape = np.dtype(entry["dtype"]), tuple(entry["shape"])
         start = body + entry["offset"]
         n_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         block = raw[start : start + n_bytes]
         if block.nbytes != n_bytes:
             raise _damaged(path, f"is cut short: array {entry['name']} needs {n_bytes} bytes, {block.nbytes} are left")
+        if raw[end:start].any():  # no hash covers the filling between arrays
+            raise _damaged(path, f"is damaged before array {entry['name']}")
+        end = start + n_bytes
+        if names is not None and entry["name"] not in names:
+            continue
         if xxhash.xxh3_64_hexdigest(block.data if n_bytes else b"") != entry["xxh3"]:
             raise _damaged(path, f"is damaged: array {entry['name']} does not match its hash")
         arrays[entry["name"]] = block.view(dtype).reshape(shape)
+    if raw.size > end:
+        raise _damaged(path, f"has {raw.size - end} bytes too many")
     missing = set(names or ()) - arrays.keys()
     if missing:
         raise _damaged(path, f"has no array {min(missing)!r}")

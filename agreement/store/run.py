@@ -9,6 +9,8 @@ NAME/
   report.json                   what the table and the gate read
   engine.log  timings.jsonl     volatile: not part of what a resumed run reproduces
 ```
+
+In: identity, chunks and scores as plain values and arrays.  Out: the same, checked, or a `StoreError`.
 """
 
 from __future__ import annotations
@@ -100,6 +102,9 @@ class RunStore:
         missing = {"identity", "about", "settings", "passes"} - header.keys()
         if missing:
             raise StoreError(f"{file} lacks {min(missing)!r}; record the run again")
+        for field, kind in (("identity", dict), ("about", dict), ("settings", list), ("passes", dict)):
+            if not isinstance(header[field], kind):
+                raise StoreError(f"{file} is damaged: {field} is {header[field]!r:.40}; record the run again")
         return cls(path, header)
 
     def save_header(self) -> None:
@@ -176,8 +181,8 @@ class RunStore:
         return pass_name in self.header["passes"]
 
     def write_report(self, data: dict[str, Any]) -> None:
-        """Write `report.json`."""
-        text = json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+        """Write `report.json`; keys keep their order, which is the order in which a report shows its facts."""
+        text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         write_file(self.path / "report.json", text.encode(), durable=True)
 
     def read_report(self) -> dict[str, Any]:
@@ -189,9 +194,17 @@ class RunStore:
         return read_json(self.path / "report.json", "no report yet; finish the run with --resume")
 
     def add_timing(self, entry: dict[str, Any]) -> None:
-        """Append one line to `timings.jsonl`."""
-        with (self.path / "timings.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry, sort_keys=True) + "\n")
+        """Append one line to `timings.jsonl`.
+
+        Raises:
+            StoreError: The file system refuses.
+        """
+        file = self.path / "timings.jsonl"
+        try:
+            with file.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(entry, sort_keys=True) + "\n")
+        except OSError as error:
+            raise StoreError(f"cannot write {file}: {error.strerror or error}; free space, then --resume") from error
 
     def read_timings(self) -> list[dict[str, Any]]:
         """Return the whole lines of `timings.jsonl`; a line cut short by a kill is passed over."""
@@ -225,8 +238,15 @@ def read_json(path: Path, when_missing: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def lock_file(path: Path, message: str) -> Iterator[int]:
-    """Hold an exclusive lock on `path`, which is created if need be."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    """Hold an exclusive lock on `path`, which is created if need be.
+
+    Raises:
+        StoreError: Another process holds it (with `message`), or the file system refuses.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise StoreError(f"cannot lock {path}: {error.strerror or error}; choose another place") from error
     try:
         deadline = time.monotonic() + LOCK_WAIT_SECONDS
         while True:

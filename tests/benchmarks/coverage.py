@@ -30,7 +30,7 @@ from agreement.intervals.methods import Method, mean_ends, resample, share_ends,
 Array = NDArray[np.float64]
 Ends = tuple[Array, Array]
 
-# 1,998 give the 2.5 % tails on whole ranks; half as many are enough where only the coverage is read.
+# 999 put the 2.5 % tails on whole ranks, and more do not change a coverage by what 2,000 draws can show.
 RESAMPLES = 999
 CHUNK = 128  # scored positions in one chunk of a 256-token window
 
@@ -288,62 +288,78 @@ def loss_goal(k: int) -> Goal | None:
     return EXACT if k >= 12 else SAFE
 
 
+def beta_rows(k: int) -> list[Scenario]:
+    """Return agreement from beta-binomial clusters: the grid that the goals are set on, and its stress cases."""
+    group = "Agreement: beta-binomial, clusters of 128, 256, ... positions"
+    rows = []
+    for share in (0.8, 0.9, 0.95, 0.99, 0.995, 0.999):
+        for rho in (0.002, 0.01, 0.05, 0.1):
+            slow = SLOW if k in {8, 24} and share in {0.9, 0.99} and rho in {0.01, 0.05} else ()
+            label = f"agreement {share:g}, correlation {rho:g}"
+            draw = beta_binomial(k, share, rho)
+            rows.append(Scenario(group, label, k, share, draw, "share", agreement_goal(k, share, rho), SHARES + slow))
+    return rows
+
+
+def other_rows(k: int) -> list[Scenario]:
+    """Return agreement from distributions that had no part in choosing the method."""
+    drawn = [(f"{a:g}, one in ten 15 points worse", a, one_in_ten_worse(k, a)) for a in (0.8, 0.9, 0.97)]
+    for middle, spread in ((2.0, 0.3), (3.0, 0.6), (4.5, 1.0)):
+        drawn.append((f"logit-normal {middle:g} ± {spread:g}", *logit_normal(k, middle, spread)))
+    for share in (0.9, 0.99):
+        draw = beta_binomial(k, share, 0.01, equal_sizes)
+        drawn.append((f"{share:g}, correlation 0.01, equal sizes", share, draw))
+    group = "Agreement: other distributions, not used to choose the method"
+    return [Scenario(group, label, k, share, draw, "share", None, SHARES) for label, share, draw in drawn]
+
+
+def ratio_rows(k: int) -> list[Scenario]:
+    """Return ratios of perplexities."""
+    drawn = [(f"t5 clusters, sd {spread:g}", loss_t(k, spread)) for spread in (0.005, 0.04)]
+    drawn += [(f"log-normal clusters, {spread:g}", loss_lognormal(k, spread)) for spread in (0.3, 0.6)]
+    methods = MEANS + (SLOW if k in {8, 24} else ())
+    group = "PPL ratio (on the log scale)"
+    return [Scenario(group, label, k, LOSS, draw, "mean", loss_goal(k), methods) for label, draw in drawn]
+
+
+def divergence_rows(k: int) -> list[Scenario]:
+    """Return KL divergences."""
+    rows = []
+    for spread in (0.1, 0.3, 0.6, 1.0):
+        slow = SLOW if k in {8, 24} and spread in {0.3, 0.6} else ()
+        label = f"log-normal clusters, {spread:g}"
+        methods = ("auto", "adjusted-t", "t", "studentised", *slow)
+        rows.append(Scenario("KL divergence", label, k, LOSS, divergence(k, spread), "positive", None, methods))
+    return rows
+
+
+def delta_rows(k: int) -> list[Scenario]:
+    """Return differences of perplexities."""
+    truth = (np.exp(2.0 + LOSS) - np.exp(2.0)).item()
+    return [Scenario("PPL difference", "base 2 nats, loss 0.05", k, truth, paired_losses(k), "delta", None, MEANS)]
+
+
+def difference_rows(k: int) -> list[Scenario]:
+    """Return differences of two settings' agreements."""
+    group = "Paired difference of agreement"
+    return [
+        Scenario(group, f"agreements {a:g} and {b:g}", k, a - b, two_settings(k, a, b), "mean", None, MEANS)
+        for a, b in ((0.92, 0.87), (0.99, 0.985))
+    ]
+
+
 def grid() -> list[Scenario]:
     """Return all scenarios in the order of the report."""
-    rows: list[Scenario] = []
-    beta = "Agreement: beta-binomial, clusters of 128, 256, ... positions"
-    for k in (3, 6, 8, 12, 24, 50, 100):
-        for share in (0.8, 0.9, 0.95, 0.99, 0.995, 0.999):
-            for rho in (0.002, 0.01, 0.05, 0.1):
-                slow = SLOW if k in {8, 24} and share in {0.9, 0.99} and rho in {0.01, 0.05} else ()
-                label = f"agreement {share:g}, correlation {rho:g}"
-                draw = beta_binomial(k, share, rho)
-                goal = agreement_goal(k, share, rho)
-                rows.append(Scenario(beta, label, k, share, draw, "share", goal, SHARES + slow))
-    other = "Agreement: other distributions, not used to choose the method"
-    for k in (6, 12, 24, 60):
-        for share in (0.8, 0.9, 0.97):
-            draw = one_in_ten_worse(k, share)
-            rows.append(
-                Scenario(other, f"{share:g}, one in ten 15 points worse", k, share, draw, "share", None, SHARES)
-            )
-        for middle, spread in ((2.0, 0.3), (3.0, 0.6), (4.5, 1.0)):
-            share, draw = logit_normal(k, middle, spread)
-            rows.append(Scenario(other, f"logit-normal {middle:g} ± {spread:g}", k, share, draw, "share", None, SHARES))
-        for share, rho in ((0.9, 0.01), (0.99, 0.01)):
-            draw = beta_binomial(k, share, rho, equal_sizes)
-            label = f"{share:g}, correlation {rho:g}, equal sizes"
-            rows.append(Scenario(other, label, k, share, draw, "share", None, SHARES))
-    for k in (3, 6, 8, 12, 24, 50, 100):
-        slow = SLOW if k in {8, 24} else ()
-        group = "PPL ratio (on the log scale)"
-        for spread in (0.005, 0.04):
-            draw = loss_t(k, spread)
-            rows.append(
-                Scenario(group, f"t5 clusters, sd {spread:g}", k, LOSS, draw, "mean", loss_goal(k), MEANS + slow)
-            )
-        for spread in (0.3, 0.6):
-            draw = loss_lognormal(k, spread)
-            rows.append(
-                Scenario(group, f"log-normal clusters, {spread:g}", k, LOSS, draw, "mean", loss_goal(k), MEANS + slow)
-            )
-    for k in (3, 6, 8, 12, 24, 50, 100):
-        for spread in (0.1, 0.3, 0.6, 1.0):
-            slow = SLOW if k in {8, 24} and spread in {0.3, 0.6} else ()
-            methods = ("auto", "adjusted-t", "t", "studentised", *slow)
-            label = f"log-normal clusters, {spread:g}"
-            rows.append(Scenario("KL divergence", label, k, LOSS, divergence(k, spread), "positive", None, methods))
-    delta = (np.exp(2.0 + LOSS) - np.exp(2.0)).item()
-    for k in (6, 12, 24, 100):
-        rows.append(
-            Scenario("PPL difference", "base 2 nats, loss 0.05", k, delta, paired_losses(k), "delta", None, MEANS)
-        )
-    for k in (6, 12, 24, 100):
-        for better, worse in ((0.92, 0.87), (0.99, 0.985)):
-            label = f"agreements {better:g} and {worse:g}"
-            draw = two_settings(k, better, worse)
-            rows.append(Scenario("Paired difference of agreement", label, k, better - worse, draw, "mean", None, MEANS))
-    return rows
+    many, some = (3, 6, 8, 12, 24, 50, 100), (6, 12, 24, 60)
+    kinds = (
+        (beta_rows, many),
+        (other_rows, some),
+        (ratio_rows, many),
+        (divergence_rows, many),
+        (delta_rows, some),
+        (difference_rows, some),
+    )
+    return [scenario for rows, clusters in kinds for k in clusters for scenario in rows(k)]
 
 
 def quick() -> list[Scenario]:
@@ -391,9 +407,9 @@ def report(rows: list[Row], *, n_draws: int, seed: int, confidence: float, secon
         "",
         f"Made by `{command}` in {seconds:.0f} s.",
         "",
-        f"Nominal {100 * confidence:g} %, {n_draws:,} draws a row (standard error of a coverage: {error:.2f} points), "
-        f"bootstraps with {RESAMPLES} resamples. Each cell: coverage in percent (share of intervals wholly above the "
-        "truth / wholly below it), then mean width. `auto` is what the package does unless told otherwise.",
+        f"Nominal {100 * confidence:g} %, {n_draws:,} draws a row (standard error of a coverage: {error:.2f} points); "
+        + f"bootstraps with {RESAMPLES} resamples. Each cell: coverage in percent (share of intervals wholly above the "
+        + "truth / wholly below it), then mean width. `auto` is what the package does unless told otherwise.",
         "",
         f"Goals met: {len(judged) - len(missed)} of {len(judged)}.",
     ]
