@@ -16,7 +16,7 @@ import xxhash
 
 from agreement.chunks import from_arrays
 from agreement.engine import Engine, EngineInfo, LogitsPart, SettingProof, load_engine
-from agreement.engine.llama import other_shape, resolve_options, sequences_per_batch
+from agreement.engine.options import other_shape, resolve_options, sequences_per_batch
 from agreement.errors import EngineError, NoEffectError
 from agreement.preflight import Preflight, preflight
 from agreement.records import ChunkSet, EngineOptions, Int32Array, ModelFile, PositionScores, Setting

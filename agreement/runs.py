@@ -55,10 +55,12 @@ class Listener:
 
 SILENT = Listener()
 
+CorpusSource = str | Path | Corpus | Callable[[], Corpus]
+
 
 def sweep(
     model: str | Path,
-    corpus: str | Path | Corpus,
+    corpus: CorpusSource,
     out: str | Path,
     *,
     experts: Sequence[int] = (),
@@ -75,7 +77,7 @@ def sweep(
 
     Args:
         model: A GGUF file, any shard of a split one.
-        corpus: A corpus, or whatever `agreement.corpus.load` takes.
+        corpus: A corpus, a function that returns one, or whatever `agreement.corpus.load` takes.
         out: The run directory to make.
         experts: Numbers of experts per token to try.
         settings: Further settings.
@@ -105,7 +107,7 @@ def sweep(
 
 def record(
     model: str | Path,
-    corpus: str | Path | Corpus,
+    corpus: CorpusSource,
     out: str | Path,
     *,
     chunks: ChunkOptions | None = None,
@@ -125,7 +127,7 @@ class _Arguments(NamedTuple):
     """What `sweep` and `record` share."""
 
     model: str | Path
-    corpus: str | Path | Corpus
+    corpus: CorpusSource
     out: str | Path
     chunks: ChunkOptions | None
     logits: LogitsMode
@@ -143,10 +145,10 @@ def _recorded(given: _Arguments, settings: tuple[Setting, ...]) -> Iterator[tupl
     path = Path(given.out)
     if (path / "run.json").exists() and not given.resume:  # said before anything slow happens
         raise StoreError(f"{path} already holds a run; continue it with --resume or choose another -o")
-    text = given.corpus if isinstance(given.corpus, Corpus) else corpora.load(given.corpus)
     cutting = given.chunks or ChunkOptions()
     options = given.options or EngineOptions()
     with _locked_runner(header, options, cutting.n_ctx, path, in_process=given.in_process) as runner:
+        text = _corpus(given.corpus)  # while the worker loads its libraries
         plan = make_plan(header, text, settings, cutting, runner, logits=given.logits)
         given.listener.plan(plan)
         run = _open_or_create(path, plan, resume=given.resume)
@@ -292,6 +294,12 @@ def _facts(about: dict[str, Any], identity: dict[str, Any]) -> dict[str, str]:
     return facts
 
 
+def _corpus(source: CorpusSource) -> Corpus:
+    if isinstance(source, str | Path):
+        return corpora.load(source)
+    return source if isinstance(source, Corpus) else source()
+
+
 def _open_or_create(path: Path, plan: Plan, *, resume: bool) -> RunStore:
     if resume and (path / "run.json").exists():
         run = RunStore.open(path)
@@ -341,11 +349,12 @@ def _locked_runner(
     try:
         with RunStore(path, {}).lock() as lock:
             log_path = path / "engine.log"
-            runner: Runner = (
-                PassRunner(model, options, n_ctx)
-                if in_process
-                else WorkerRunner(model, options, n_ctx, log_path=log_path, lock=lock)
-            )
+            runner: Runner
+            if in_process:
+                runner = PassRunner(model, options, n_ctx)
+            else:
+                runner = worker = WorkerRunner(model, options, n_ctx, log_path=log_path, lock=lock)
+                worker.prepare()
             try:
                 yield runner
             finally:

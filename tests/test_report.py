@@ -160,11 +160,13 @@ class Reader(HTMLParser):
         self.rows: list[list[str]] = []
         self.words: list[str] = []
         self.tags: set[str] = set()
+        self.order: list[str] = []
         self.attributes: set[str] = set()
         self.cell: list[str] | None = None
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
+        self.order.append(tag)
         self.attributes |= {name for name, _ in attrs}
         if tag == "tr":
             self.rows.append([])
@@ -369,6 +371,19 @@ def test_markdown_shows_the_cells_to_an_independent_reader() -> None:
     assert gold_report().title in words
     for line in (*cells.methods, *cells.notes, *(f"{name}: {value}" for name, value in cells.facts)):
         assert line in words
+
+
+@pytest.mark.parametrize(
+    "words", ["# a", "- a", "+ a", "* a", "1. a", "23) a", "> a", "---", "===", "```", "    a", "<!-- a"]
+)
+def test_markdown_takes_no_text_for_a_block(words: str) -> None:
+    report = replace(gold_report(), title=words, facts={words: words}, notes=(words,), rows=(plain_row(),))
+    plain = replace(gold_report(), title="a", facts={"a": "a"}, notes=("a",), rows=(plain_row(),))
+    found, usual = (
+        read_html(MarkdownIt("commonmark").enable("table").render(render(r, "markdown"))) for r in (report, plain)
+    )
+    assert found.order == usual.order
+    assert "".join(found.words).count(words.strip()) == 4
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), min_size=1, max_size=30))
@@ -678,3 +693,12 @@ def test_digits_follow_the_interval() -> None:
     assert places_for("agreement", estimate(0.9, 0.899, 0.901)) == 2  # half-width 0.1 points
     assert places_for("agreement", estimate(0.5, None, None)) == 2
     assert places_for("kld", estimate(0.01253, 0.01191, 0.0132)) == 4  # half-width 0.00065
+
+
+def test_a_usual_table_fits_usual_terminals() -> None:
+    rows = tuple(replace(plain_row(), setting=f"experts={n}", experts=n) for n in (7, 6, 4, 2))
+    report = replace(gold_report(), rows=rows)
+    for width, tables in ((140, 1), (80, 2)):
+        lines = render(report, "text", width=width).splitlines()
+        assert sum(line.startswith("---") for line in lines) == tables
+        assert sum(line.startswith("experts=7 ") for line in lines) == tables

@@ -11,6 +11,7 @@ from agreement.cli.group import AgreementGroup
 from agreement.cli.version import print_version
 
 _COMMANDS = {
+    "breakdown": ("agreement.cli.breakdown", "breakdown_command"),
     "compare": ("agreement.cli.passes", "compare_command"),
     "corpus": ("agreement.cli.corpus", "corpus_group"),
     "demo": ("agreement.cli.demo", "demo_command"),

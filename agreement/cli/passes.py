@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,10 +43,11 @@ def _take_chunk_options(given: dict[str, Any]) -> ChunkOptions:
     return ChunkOptions(n_chunks=given.pop("n_chunks") or None, **{name: given.pop(name) for name in names})
 
 
-def _take_corpus(source: str, given: dict[str, Any]) -> Corpus:
+def _take_corpus(source: str, given: dict[str, Any]) -> Callable[[], Corpus]:
     from agreement.corpus import load
 
-    return load(source, include=given.pop("include"), exclude=given.pop("exclude"), languages=given.pop("languages"))
+    names = ("include", "exclude", "languages")
+    return partial(load, source, **{name: given.pop(name) for name in names})
 
 
 def _show(report: Report, form: Format) -> None:

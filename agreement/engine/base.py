@@ -5,11 +5,13 @@ In: a model file, a setting, options.  Out: an `Engine`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from agreement.engine.hook import Kept
 from agreement.records import EngineOptions, Float32Array, Int32Array, ModelFile, Setting
+from agreement.routing import Policy
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,15 @@ class Engine(Protocol):
         """Return a hex digest of all token texts in order: equal for models whose ids mean the same."""
         ...
 
-    def decode(self, tokens: Int32Array, first: int, last: int, *, piece: int | None = None) -> Iterator[LogitsPart]:
+    def decode(
+        self,
+        tokens: Int32Array,
+        first: int,
+        last: int,
+        *,
+        piece: int | None = None,
+        routing: Sequence[Policy | None] | None = None,
+    ) -> Iterator[LogitsPart]:
         """Decode sequences side by side from empty memory and yield logits at positions `[first, last)` of each.
 
         Args:
@@ -81,10 +91,17 @@ class Engine(Protocol):
             last: One past the last.
             piece: Feed each sequence in pieces of at most so many tokens; the same mathematics in another batch
                 shape.  None feeds as much as the batch takes.
+            routing: One policy a sequence, None for one that keeps every expert; needs an engine loaded with `hooked`.
+                Every piece of all sequences then is one micro-batch of at most `n_ubatch` tokens.
 
         Raises:
-            EngineError: The engine refused or failed.
+            EngineError: The engine refused or failed, or did not route as it was told.
+            SettingError: A policy keeps more experts than the model selects.
         """
+        ...
+
+    def experts_kept(self) -> tuple[Kept, ...]:
+        """Return how many experts routing has kept so far in the current `decode`, one record a sequence."""
         ...
 
     def close(self) -> None:
@@ -100,6 +117,7 @@ def load_engine(
     n_ctx: int,
     n_sequences: int,
     vocab_only: bool = False,
+    hooked: bool = False,
     log: Callable[[str], None] | None = None,
 ) -> Engine:
     """Load `model` under `setting` with room for `n_sequences` chunks of `n_ctx` tokens.
@@ -111,6 +129,8 @@ def load_engine(
         n_ctx: Tokens a chunk.
         n_sequences: Chunks decoded side by side.
         vocab_only: Load no weights; only `tokenize`, `bos` and `n_vocab` work.
+        hooked: Put the router hook into the graph, so that `decode` takes `routing`; one token is decoded at once, to
+            learn how the model routes.
         log: Called with every line the engine logs, as it comes.
 
     Raises:
@@ -118,7 +138,16 @@ def load_engine(
     """
     from agreement.engine.llama import LlamaEngine  # noqa: PLC0415  # the native library loads only when a pass needs it
 
-    return LlamaEngine(model, setting, options, n_ctx=n_ctx, n_sequences=n_sequences, vocab_only=vocab_only, log=log)
+    return LlamaEngine(
+        model,
+        setting,
+        options,
+        n_ctx=n_ctx,
+        n_sequences=n_sequences,
+        vocab_only=vocab_only,
+        hooked=hooked,
+        log=log,
+    )
 
 
 def engine_build() -> str:

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from agreement.engine.base import EngineInfo, LogitsPart, SettingProof
+from agreement.engine.hook import Kept, RouterHook
 from agreement.engine.log import EngineLog
-from agreement.errors import EngineError, UsageError
+from agreement.engine.options import CACHE_TYPES, FLASH_ATTENTION, NUMA, resolve_options
+from agreement.errors import EngineError
 from agreement.records import EngineOptions, Int32Array, MetadataOverride, ModelFile, Setting
+from agreement.routing import Policy
 from agreement.settings import metadata_overrides
 
 try:
@@ -28,13 +32,6 @@ except (ImportError, OSError, RuntimeError) as error:  # the binding raises each
         f"the engine llama-cpp-python does not load ({error}); it compiles at install and needs a C++ compiler and "
         "CMake: install those, then `pip install --force-reinstall llama-cpp-python`"
     ) from error
-
-CACHE_TYPES = {
-    "f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2, "iq4_nl": 20,
-}  # fmt: skip
-FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
-NUMA = {"disabled": 0, "distribute": 1, "isolate": 2, "numactl": 3, "mirror": 4}
-MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
 
 _current_log = EngineLog()
 
@@ -79,53 +76,13 @@ def _overrides_array(overrides: tuple[MetadataOverride, ...]) -> Any:
     return array
 
 
-def resolve_options(options: EngineOptions, n_ctx: int, n_sequences: int) -> EngineOptions:
-    """Return `options` with every default made explicit, as they will be recorded.
-
-    Raises:
-        UsageError: An unknown cache type, or sizes that do not fit together.
-    """
-    for name in (options.type_k, options.type_v):
-        if name not in CACHE_TYPES:
-            raise UsageError(f"cache type {name!r} is not one of {', '.join(CACHE_TYPES)}")
-    if options.numa not in NUMA:
-        raise UsageError(f"--numa {options.numa!r} is not one of {', '.join(NUMA)}")
-    if options.n_batch < 1 or options.n_ubatch < 1:
-        raise UsageError(f"-b {options.n_batch} -ub {options.n_ubatch}: both must be at least 1")
-    if n_sequences > MAX_SEQUENCES:
-        raise UsageError(f"{n_sequences} chunks side by side; llama.cpp takes at most {MAX_SEQUENCES}: lower -b")
-    threads = options.n_threads or len(os.sched_getaffinity(0))
-    n_batch = min(options.n_batch, n_ctx * n_sequences)
-    return replace(options, n_threads=threads, n_batch=n_batch, n_ubatch=min(options.n_ubatch, n_batch))
-
-
-def other_shape(options: EngineOptions, n_ctx: int) -> EngineOptions:
-    """Return the same engine at another batch shape and thread count, where sums are added in another order.
-
-    One chunk at a time instead of several, in micro-batches of another size, with one thread fewer (or two for one).
-    """
-    threads = options.n_threads - 1 if options.n_threads > 1 else 2
-    n_ubatch = max(1, min(options.n_ubatch, n_ctx) // 2)
-    return replace(options, n_threads=threads, n_batch=n_ctx, n_ubatch=n_ubatch)
-
-
-def sequences_per_batch(options: EngineOptions, n_ctx: int) -> int:
-    """Return how many chunks of `n_ctx` tokens one batch takes, as llama-perplexity counts them.
-
-    Raises:
-        UsageError: No tokens a chunk.
-    """
-    if n_ctx < 1:
-        raise UsageError(f"a context of {n_ctx} tokens is too small; give more")
-    return max(1, min(MAX_SEQUENCES, options.n_batch // n_ctx))
-
-
 @dataclass
 class _Batch:
     """A llama_batch over numpy memory; the arrays must live as long as the structure."""
 
     struct: Any
     token: Int32Array
+    wanted: NDArray[np.bool_]
     keep_alive: tuple[Any, ...]
 
 
@@ -141,11 +98,13 @@ class LlamaEngine:
         n_ctx: int,
         n_sequences: int,
         vocab_only: bool = False,
+        hooked: bool = False,
         log: Callable[[str], None] | None = None,
     ) -> None:
         self._log = EngineLog(log)
         self._model: Any = None
         self._context: Any = None
+        self._hook = RouterHook(llama) if hooked else None
         _use_log(self._log)
         llama.llama_backend_init()
         self.options = resolve_options(options, n_ctx, n_sequences)
@@ -170,6 +129,7 @@ class LlamaEngine:
                 )
                 self.close()
                 raise EngineError(message + "; lower -b or -ub")
+            self._learn_routing()
 
     def _model_params(self, vocab_only: bool) -> Any:
         params = llama.llama_model_default_params()
@@ -191,7 +151,19 @@ class LlamaEngine:
         params.type_k, params.type_v = CACHE_TYPES[o.type_k], CACHE_TYPES[o.type_v]
         params.kv_unified = False  # with a unified cache equal sequences get slightly different logits
         params.no_perf = True
+        if self._hook is not None:
+            params.cb_eval = self._hook.callback
         return params
+
+    def _learn_routing(self) -> None:
+        if self._hook is None:
+            return
+        batch = self._batch(np.zeros((1, 1), np.int32), 0, 0, 1)
+        try:
+            self._hook.learn(lambda: self._decode_batch(batch))
+        except EngineError:
+            self.close()
+            raise
 
     def tokenize(self, text: str) -> Int32Array:
         """Return the ids of `text` as (n,) int32; special tokens are neither added nor recognised in the text."""
@@ -213,17 +185,30 @@ class LlamaEngine:
             digest.update(b"\0")
         return digest.hexdigest()
 
-    def decode(self, tokens: Int32Array, first: int, last: int, *, piece: int | None = None) -> Iterator[LogitsPart]:
+    def decode(
+        self,
+        tokens: Int32Array,
+        first: int,
+        last: int,
+        *,
+        piece: int | None = None,
+        routing: Sequence[Policy | None] | None = None,
+    ) -> Iterator[LogitsPart]:
         """Yield logits part by part; see `Engine.decode`."""
         n_sequences, n_ctx = tokens.shape
+        hook = self._hook_for(routing, n_sequences)
         llama.llama_memory_clear(llama.llama_get_memory(self._context), True)
-        step = max(1, min(piece or n_ctx, self.options.n_batch // n_sequences, n_ctx))
+        # A routed batch is one micro-batch, so that the rows of the graph are the rows of the batch, in its order.
+        room = self.options.n_batch if hook is None else self.options.n_ubatch
+        step = max(1, min(piece or n_ctx, room // n_sequences, n_ctx))
         for start in range(0, n_ctx, step):
             stop = min(start + step, n_ctx)
             batch = self._batch(tokens[:, start:stop], start, first, last)
-            status = int(llama.llama_decode(self._context, batch.struct))
-            if status != 0:
-                raise EngineError(f"llama_decode failed with status {status}: {self._log.last_words()}")
+            if hook is None or routing is None:
+                self._decode_batch(batch)
+            else:
+                with hook.during(routing, stop - start, batch.wanted):
+                    self._decode_batch(batch)
             low, high = max(start, first), min(stop, last)
             if high <= low:
                 continue
@@ -232,6 +217,34 @@ class LlamaEngine:
             view = np.ctypeslib.as_array(pointer, shape=(n_sequences * rows, self.n_vocab))
             for sequence in range(n_sequences):
                 yield LogitsPart(sequence, low, view[sequence * rows : (sequence + 1) * rows])
+
+    def _hook_for(self, routing: Sequence[Policy | None] | None, n_sequences: int) -> RouterHook | None:
+        """Return the hook if there is routing to do, made ready for a decode.
+
+        Raises:
+            EngineError: The engine was loaded without the hook, or the sequences do not fit one micro-batch.
+            SettingError: A policy that this model cannot run.
+        """
+        if routing is None:
+            return None
+        if self._hook is None:
+            raise EngineError("the engine was loaded without its router hook; load it with hooked=True")
+        if n_sequences > self.options.n_ubatch:
+            raise EngineError(
+                f"{n_sequences} sequences do not fit a micro-batch of {self.options.n_ubatch} tokens: raise -ub"
+            )
+        self._hook.check(routing)
+        self._hook.kept = [Kept() for _ in range(n_sequences)]
+        return self._hook
+
+    def experts_kept(self) -> tuple[Kept, ...]:
+        """Return what routing has kept so far in the current decode, one a sequence; see `Engine.experts_kept`."""
+        return tuple(replace(kept) for kept in self._hook.kept) if self._hook is not None else ()
+
+    def _decode_batch(self, batch: _Batch) -> None:
+        status = int(llama.llama_decode(self._context, batch.struct))
+        if status != 0:
+            raise EngineError(f"llama_decode failed with status {status}: {self._log.last_words()}")
 
     def _batch(self, tokens: Int32Array, start: int, first: int, last: int) -> _Batch:
         """Return a batch of (n_sequences, n) tokens at positions from `start` on, sequence by sequence."""
@@ -254,7 +267,7 @@ class LlamaEngine:
             ("logits", wanted, ctypes.c_int8),
         ):
             setattr(struct, name, ctypes.cast(array.ctypes.data, ctypes.POINTER(kind)))
-        return _Batch(struct, token, (token, pos, n_seq_id, seq_id, seq_pointers, wanted))
+        return _Batch(struct, token, wanted.astype(np.bool_), (token, pos, n_seq_id, seq_id, seq_pointers, wanted))
 
     def close(self) -> None:
         """Free the context and the model."""

@@ -21,6 +21,9 @@ METHODS: tuple[Method, ...] = get_args(Method)
 SHARE_METHODS: tuple[Method, ...] = tuple(name for name in METHODS if name != "log-t")
 MEAN_METHODS: tuple[Method, ...] = tuple(name for name in METHODS if name not in {"score", "korn-graubard"})
 
+# With fewer clusters the t quantile is so large (4.3 for three, 12.7 for two) that its exponential bounds nothing.
+LOG_FROM = 6
+
 # As reports print them.
 NAMES = {
     "score": "score, adjusted t",
@@ -55,11 +58,11 @@ def mean_ends(
 ) -> tuple[Float64Array, Float64Array, Method]:
     """Return both (n_draws,) ends and the method used; the draws must have at least two clusters that differ.
 
-    `auto` works on the logarithmic scale where there is a lower bound, else on the scale of the mean itself.
+    `auto` works on the logarithmic scale where there is a lower bound and enough clusters, else on the mean's own.
     """
     used = method
     if used == "auto":
-        used = "adjusted-t" if bound is None else "log-t"
+        used = "log-t" if bound is not None and means.n_clusters >= LOG_FROM else "adjusted-t"
     if used == "log-t":
         if bound is None:
             raise UsageError("`method` log-t needs `lower_bound`; give one, or take adjusted-t")

@@ -58,7 +58,8 @@ def _ignore(_progress: Progress) -> None:
 class WorkerRunner:
     """Runs `PassRunner` in a process of its own.
 
-    The process starts with the first call and serves all later ones; after a crash the next call starts another.
+    The process starts with `prepare` or the first call and serves all later ones; after a crash the next call starts
+    another.
 
     Args:
         model: The model file.
@@ -76,6 +77,7 @@ class WorkerRunner:
         self._lock = lock
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Any = None
+        self._greeted = False
 
     def tokenise(self, texts: Sequence[str]) -> Vocabulary:
         """See `PassRunner.tokenise`."""
@@ -115,7 +117,12 @@ class WorkerRunner:
         self._process.wait()
         self._process = None
 
-    def _start(self) -> None:
+    def prepare(self) -> None:
+        """Start the process now, so that it loads its libraries while the caller reads text."""
+        if self._process is None:
+            self._spawn()
+
+    def _spawn(self) -> None:
         ours, theirs = multiprocessing.Pipe()
         keep = (theirs.fileno(), *(() if self._lock is None else (self._lock,)))
         # OpenMP threads that spin after each graph take the processor from the scoring threads.
@@ -131,7 +138,7 @@ class WorkerRunner:
             )
         theirs.close()
         self._pipe = ours
-        self._exchange(("", self._args, {}), _ignore, "start")
+        self._greeted = False
 
     def _call(
         self,
@@ -141,8 +148,10 @@ class WorkerRunner:
         *,
         progress: ProgressListener = _ignore,
     ) -> Any:
-        if self._process is None:
-            self._start()
+        self.prepare()
+        if not self._greeted:
+            self._exchange(("", self._args, {}), _ignore, "start")
+            self._greeted = True
         return self._exchange((method, args, kwargs or {}), progress, method)
 
     def _exchange(self, message: tuple[str, Any, Any], progress: ProgressListener, what: str) -> Any:

@@ -1,0 +1,60 @@
+"""Engine options: defaults made explicit, sizes checked; without loading the native library.
+
+In: `EngineOptions` as a user gave them.  Out: the same, complete, as they are recorded.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from agreement.errors import UsageError
+from agreement.records import EngineOptions
+
+CACHE_TYPES = {
+    "f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2, "iq4_nl": 20,
+}  # fmt: skip
+FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
+NUMA = {"disabled": 0, "distribute": 1, "isolate": 2, "numactl": 3, "mirror": 4}
+MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
+
+
+def resolve_options(options: EngineOptions, n_ctx: int, n_sequences: int) -> EngineOptions:
+    """Return `options` with every default made explicit, as they will be recorded.
+
+    Raises:
+        UsageError: An unknown cache type, or sizes that do not fit together.
+    """
+    for name in (options.type_k, options.type_v):
+        if name not in CACHE_TYPES:
+            raise UsageError(f"cache type {name!r} is not one of {', '.join(CACHE_TYPES)}")
+    if options.numa not in NUMA:
+        raise UsageError(f"--numa {options.numa!r} is not one of {', '.join(NUMA)}")
+    if options.n_batch < 1 or options.n_ubatch < 1:
+        raise UsageError(f"-b {options.n_batch} -ub {options.n_ubatch}: both must be at least 1")
+    if n_sequences > MAX_SEQUENCES:
+        raise UsageError(f"{n_sequences} chunks side by side; llama.cpp takes at most {MAX_SEQUENCES}: lower -b")
+    threads = options.n_threads or len(os.sched_getaffinity(0))
+    n_batch = min(options.n_batch, n_ctx * n_sequences)
+    return replace(options, n_threads=threads, n_batch=n_batch, n_ubatch=min(options.n_ubatch, n_batch))
+
+
+def other_shape(options: EngineOptions, n_ctx: int) -> EngineOptions:
+    """Return the same engine at another batch shape and thread count, where sums are added in another order.
+
+    One chunk at a time instead of several, in micro-batches of another size, with one thread fewer (or two for one).
+    """
+    threads = options.n_threads - 1 if options.n_threads > 1 else 2
+    n_ubatch = max(1, min(options.n_ubatch, n_ctx) // 2)
+    return replace(options, n_threads=threads, n_batch=n_ctx, n_ubatch=n_ubatch)
+
+
+def sequences_per_batch(options: EngineOptions, n_ctx: int) -> int:
+    """Return how many chunks of `n_ctx` tokens one batch takes, as llama-perplexity counts them.
+
+    Raises:
+        UsageError: No tokens a chunk.
+    """
+    if n_ctx < 1:
+        raise UsageError(f"a context of {n_ctx} tokens is too small; give more")
+    return max(1, min(MAX_SEQUENCES, options.n_batch // n_ctx))
