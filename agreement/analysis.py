@@ -56,6 +56,7 @@ class RunCounts:
         settings: One a setting.
         notes: Warnings and remarks that belong to the whole run.
         seed: Seeds the resampling.
+        baseline_expert_bytes: Bytes of routed experts that the baseline reads per token, or None.
     """
 
     title: str
@@ -64,6 +65,7 @@ class RunCounts:
     settings: tuple[SettingCounts, ...]
     notes: tuple[str, ...]
     seed: int
+    baseline_expert_bytes: int | None = None
 
 
 def make_report(
@@ -94,6 +96,7 @@ def make_report(
         baseline_accuracy=total.n_base_right / total.n if total.n else math.nan,
         rows=tuple(rows),
         notes=run.notes,
+        baseline_expert_bytes=run.baseline_expert_bytes,
     )
 
 
@@ -205,6 +208,7 @@ def counts_to_json(run: RunCounts) -> dict[str, object]:
         "facts": run.facts,
         "notes": list(run.notes),
         "seed": run.seed,
+        "baseline_expert_bytes": run.baseline_expert_bytes,
         "clusters": list(run.clusters),
         "settings": [
             {
@@ -259,6 +263,7 @@ def _parse_counts(data: dict[str, Any]) -> RunCounts:
         settings=tuple(settings),
         notes=tuple(str(n) for n in _list(data["notes"])),
         seed=int(str(data["seed"])),
+        baseline_expert_bytes=data["baseline_expert_bytes"],
     )
 
 

@@ -17,11 +17,10 @@ from agreement.errors import SettingError
 from agreement.model_file import model_digest, require_moe
 from agreement.recording import LogitsMode, Vocabulary
 from agreement.records import Chunking, ChunkSet, Corpus, ModelFile, Setting
-from agreement.scoring import default_top_k
+from agreement.scoring import default_top_k, row_bytes
 from agreement.settings import check_against_model, metadata_overrides
 from agreement.workers import Runner
 
-_ROW_BYTES_FULL = 4 + 4 + 4 + 4 + 4 + 4 + 4  # target, its log-prob, logsumexp, tail mass and entropy, low, step
 _ROW_BYTES_SCORES = 7 * 4 + 2 * 4 + 1
 
 
@@ -152,8 +151,7 @@ def make_plan(
 
 def recording_bytes(chunks: ChunkSet, n_vocab: int, *, full: bool, top_k: int | None = None) -> int:
     """Return about how many bytes the baseline's recording takes."""
-    k = min(n_vocab, top_k or default_top_k(n_vocab, full=full))
-    row = _ROW_BYTES_FULL + 8 * k + (2 * n_vocab if full else 0)
+    row = row_bytes(n_vocab, full=full, top_k=top_k or default_top_k(n_vocab, full=full))
     return chunks.n_chunks * (chunks.n_scored * row + 4096)
 
 
@@ -191,6 +189,7 @@ def _about(model: ModelFile, corpus: Corpus, chunks: ChunkSet) -> dict[str, Any]
             "n_expert": model.n_expert,
             "n_expert_used": model.n_expert_used,
             "bytes": model.bytes_total,
+            "expert_bytes": None if model.n_expert_used is None else model.expert_bytes_per_token(model.n_expert_used),
             "warnings": list(model.warnings),
         },
         "corpus": {

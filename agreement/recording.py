@@ -130,7 +130,7 @@ class PassRunner:
             del pool
             rows = parts.baseline_rows()
             meta = {"n_vocab": rows.n_vocab, "logits_xxh3": parts.digest()}
-            run.write_chunk(BASELINE_PASS, index, _to_arrays(rows), meta)
+            run.write_chunk(BASELINE_PASS, index, record_arrays(rows), meta)
 
         def take(parts: _ChunkLogits, part: LogitsPart, pool: ThreadPoolExecutor) -> None:
             targets = parts.targets_of(part)
@@ -175,7 +175,7 @@ class PassRunner:
             if index == 0 and not setting.again and parts.digest() == parts.base_digest(run):
                 raise NoEffectError(no_effect_message(setting, self.model, engine.proof))
             scores = position_scores(parts.base(run), parts.row_scores())
-            run.write_chunk(setting.name, index, _to_arrays(scores), {"logits_xxh3": parts.digest()})
+            run.write_chunk(setting.name, index, record_arrays(scores), {"logits_xxh3": parts.digest()})
 
         self._run(run, chunks, setting, engine, take, record, progress)
         return {"proof": asdict(engine.proof)}
@@ -348,7 +348,8 @@ def _likely_cause(setting: Setting, model: ModelFile) -> str:
     return f"likely a key or type that architecture {model.architecture!r} does not read"
 
 
-def _to_arrays(record: BaselineRows | PositionScores) -> Arrays:
+def record_arrays(record: BaselineRows | PositionScores) -> Arrays:
+    """Return the arrays of a record by name, as they go into its file; what is None is left out."""
     return {f.name: v for f in fields(record) if isinstance(v := getattr(record, f.name), np.ndarray)}
 
 

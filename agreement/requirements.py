@@ -23,6 +23,8 @@ _REQUIREMENT = re.compile(
     r"(?P<setting>.+)\s(?P<metric>\w+)\s*(?P<op>[<>=]+)\s*(?P<bound>[^\s<>=@]+)\s*(?:@\s*(?P<confidence>\S+))?",
 )
 
+_MARGIN = re.compile(r"(?P<metric>\w+)(?:\s+|\s*=\s*)(?P<value>[^\s=]+)")
+
 _TABLE_KEYS = {"setting", "metric", "at_least", "at_most", "confidence"}
 _KEY_EXAMPLES = {"setting": '"experts=7"', "metric": '"agreement"'}
 
@@ -167,7 +169,7 @@ def _first_line(error: Exception) -> str:
 
 
 def parse_margin(text: str) -> tuple[Metric, float]:
-    """Parse how much worse than an earlier report is still allowed, such as `agreement=1%` or `kld=0.002`.
+    """Parse how much worse than an earlier report is still allowed, such as `agreement 1%` or `kld=0.002`.
 
     Returns:
         The metric, and the margin in its own unit: 1 % of agreement is 0.01, one percentage point.
@@ -176,10 +178,10 @@ def parse_margin(text: str) -> tuple[Metric, float]:
         GateError: Not of that form, an unknown metric, or a margin that is negative or out of the metric's range.
     """
     where = f"margin {text!r}"
-    name, sign, value = (part.strip() for part in text.partition("="))
-    metric = _metric(name, where) if sign else None
-    if metric is None:
-        raise GateError(f'{where} cannot be read; write it like "agreement=1%"')
+    match = _MARGIN.fullmatch(text.strip())
+    if not match:
+        raise GateError(f'{where} cannot be read; write it like "agreement 1%"')
+    metric, value = _metric(match["metric"], where), match["value"]
     margin = _share(value, where) if metric == "agreement" else _plain(value, where, f"{metric} takes a plain number")
     return metric, check_margin(metric, margin)
 

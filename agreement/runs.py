@@ -28,7 +28,7 @@ from agreement.intervals import Method
 from agreement.plan import ChunkOptions, Plan, check_settings, make_plan, setting_facts
 from agreement.preflight import Preflight
 from agreement.recording import LogitsMode, PassRunner, Progress, load_chunks, stored_scores
-from agreement.records import Corpus, EngineOptions, ModelFile, Report, Setting
+from agreement.records import Corpus, Counts, EngineOptions, ModelFile, Report, Setting
 from agreement.scoring import count_chunk
 from agreement.settings import BASELINE, experts_setting, with_model
 from agreement.settings import noise_floor as floor_setting
@@ -250,7 +250,8 @@ def summarise(run: RunStore) -> RunCounts:
         per_chunk = [count_chunk(stored_scores(run, name, i)) for i in range(chunks.n_chunks)]
         counts = by_cluster(per_chunk, [int(c) for c in chunks.cluster], len(chunks.cluster_names))
         facts = about["settings"][name]
-        settings.append(SettingCounts(name, facts["experts"], facts["expert_bytes"], counts))
+        warnings = (*facts.get("warnings", ()), *_ambiguity(counts))
+        settings.append(SettingCounts(name, facts["experts"], facts["expert_bytes"], counts, warnings))
     return RunCounts(
         title=run.path.name,
         facts=_facts(about, identity),
@@ -258,6 +259,18 @@ def summarise(run: RunStore) -> RunCounts:
         settings=tuple(settings),
         notes=(*about["model"]["warnings"], *about["corpus"]["notes"], *chunks.notes),
         seed=chunks.seed,
+        baseline_expert_bytes=about["model"].get("expert_bytes"),
+    )
+
+
+def _ambiguity(counts: tuple[Counts, ...]) -> tuple[str, ...]:
+    """Say how far the agreement may be off where the numbers came from codes."""
+    total = sum(counts, Counts())
+    if not total.n_ambiguous:
+        return ()
+    return (
+        f"quantised: at {total.n_ambiguous} of {total.n} positions the two best tokens share a code, so agreement may "
+        f"be off by up to {100 * total.n_ambiguous / total.n:.2f} points",
     )
 
 
@@ -274,16 +287,23 @@ def speeds_of(run: RunStore) -> dict[str, float]:
 
 def _facts(about: dict[str, Any], identity: dict[str, Any]) -> dict[str, str]:
     model, corpus, chunks, o = about["model"], about["corpus"], identity["chunks"], identity["options"]
+    scored = (
+        f"{chunks['n_chunks']} of {chunks['n_ctx']} tokens, {chunks['chunking']}, scored "
+        f"[{chunks['first']}, {chunks['last']})"
+    )
+    if not o:  # from logits files, which say nothing of model and engine
+        return {"base": model["name"], "chunks": scored, "engine": f"{identity['engine']['binding']} (logits files)"}
     used = model["n_expert_used"] if model["n_expert_used"] is not None else "a number a layer"
     preflight = about.get("preflight", {})
     shape = preflight.get("shape_max_difference")
     facts = {
         "model": f"{model['name']} ({model['architecture']}, {used} of {model['n_expert']} experts)",
         "corpus": f"{corpus['name']} ({corpus['documents']} documents)",
-        "chunks": f"{chunks['n_chunks']} of {chunks['n_ctx']} tokens, {chunks['chunking']}, scored "
-        f"[{chunks['first']}, {chunks['last']}), seed {chunks['seed']}",
-        "engine": f"{identity['engine']['binding']}, -t {o['n_threads']} -b {o['n_batch']} -ub {o['n_ubatch']} "
-        f"-fa {o['flash_attn']}{'' if o['repack'] else ' --no-repack'}",
+        "chunks": f"{scored}, seed {chunks['seed']}",
+        "engine": (
+            f"{identity['engine']['binding']}, -t {o['n_threads']} -b {o['n_batch']} -ub {o['n_ubatch']} "
+            f"-fa {o['flash_attn']}{'' if o['repack'] else ' --no-repack'}"
+        ),
         "logits": f"{identity['recording']['logits']}, top {identity['recording']['top_k']} exact",
     }
     if shape is not None:

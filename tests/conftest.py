@@ -1,4 +1,4 @@
-"""What all tests share: slow ones are left out by default, and a model and a corpus that are only read."""
+"""What end-to-end tests share: a model and a corpus that are only read."""
 
 from __future__ import annotations
 
@@ -7,15 +7,6 @@ from pathlib import Path
 import models
 import pytest
 from small_runs import write_corpus
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave slow tests out unless `-m` says what to run."""
-    if config.getoption("-m"):
-        return
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    config.hook.pytest_deselected(items=slow)
-    items[:] = [item for item in items if item not in slow]
 
 
 @pytest.fixture(scope="session")

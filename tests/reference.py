@@ -78,7 +78,7 @@ def load_reference(path: Path, *, key: str = "", value: int = 0) -> Iterator[Ref
     params = llama_cpp.llama_model_default_params()
     params.n_gpu_layers = 0
     params.use_extra_bufts = False
-    overrides = (llama_cpp.llama_model_kv_override * 2)()
+    overrides: Any = (llama_cpp.llama_model_kv_override * 2)()
     if key:
         overrides[0].key, overrides[0].tag = key.encode(), llama_cpp.LLAMA_KV_OVERRIDE_TYPE_INT
         overrides[0].value.val_i64 = value

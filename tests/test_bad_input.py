@@ -10,8 +10,6 @@ import os
 import resource
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,13 +43,12 @@ from agreement.errors import (
     NoEffectError,
     SettingError,
     StoreError,
-    UsageError,
 )
 from agreement.recording import Progress
 from agreement.records import EngineOptions, Setting
+from agreement.runs import Listener
 from agreement.settings import parse_setting
 from agreement.store import RunStore
-from agreement.runs import Listener
 
 ENGINE = ("-t", "1", "-b", "256", "--no-repack")
 CUT = ("-c", "64", "--chunks", "12")
@@ -290,7 +287,7 @@ OTHERS: dict[str, tuple[str, Callable[[Place], dict[str, Any]]]] = {
 @pytest.mark.parametrize("what", OTHERS)
 def test_resuming_another_run(recorded: Place, what: str) -> None:
     field, other = OTHERS[what]
-    given = {"model": recorded.model, "corpus": recorded.corpus, "chunks": SHORT, "options": FOUR_AT_A_TIME}
+    given: dict[str, Any] = {"model": recorded.model, "corpus": recorded.corpus, "chunks": SHORT, "options": FOUR_AT_A_TIME}
     given |= other(recorded)
     before = snapshot(recorded.out)
     model, corpus = given.pop("model"), given.pop("corpus")
@@ -369,7 +366,7 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-DAMAGES: dict[str, Callable[[Path], None]] = {
+DAMAGES: dict[str, Callable[[Path], object]] = {
     "empty": lambda p: cut_short(p, 0),
     "cut in the head": lambda p: p.write_bytes(p.read_bytes()[:20]),
     "cut in the middle": lambda p: cut_short(p, 0.5),
@@ -430,7 +427,7 @@ def test_any_flipped_byte_of_a_recording_is_found(recorded: Place) -> None:
 @pytest.mark.parametrize("name", ["baseline", "settings/experts=4"])
 def test_damage_is_mended_by_what_the_message_says(place: Place, name: str, damage: str) -> None:
     """The message says: delete that file and run again with --resume.  Done so, every byte is as it was."""
-    arguments = {"experts": (4, 2), "chunks": SHORT, "options": FOUR_AT_A_TIME, "in_process": True}
+    arguments: dict[str, Any] = {"experts": (4, 2), "chunks": SHORT, "options": FOUR_AT_A_TIME, "in_process": True}
     sweep(place.model, place.corpus, place.out, **arguments)
     before = snapshot(place.out)
     path = chunk_file(place, name)
@@ -650,7 +647,7 @@ def test_setting_that_breaks_the_numbers(place: Place) -> None:
     broken = Setting(
         name="huge", experts=4, overrides=parse_setting("kv:deepseek2.expert_weights_scale=float:1e38").overrides
     )
-    with pytest.raises(EngineError, match="huge, chunk [0-9]: logits are") as caught:
+    with pytest.raises(EngineError, match=r"huge, chunk [0-9]: logits are") as caught:
         sweep(model, place.corpus, place.out, settings=(broken,), chunks=SHORT, options=FOUR_AT_A_TIME)
     one_line(str(caught.value))
     run = RunStore.open(place.out)

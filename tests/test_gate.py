@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +17,6 @@ from agreement import gate
 from agreement.errors import GateError
 from agreement.records import Estimate, Judgement, Metric, Report, Requirement, Row, Verdict
 from agreement.report import as_dict
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PASS, FAIL, INCONCLUSIVE = Verdict.PASS, Verdict.FAIL, Verdict.INCONCLUSIVE
 METRICS: tuple[Metric, ...] = ("agreement", "ppl_ratio", "ppl_delta", "kld")
@@ -422,6 +420,16 @@ def test_read_requirements_of_both_forms(tmp_path: Path) -> None:
     )
 
 
+def test_the_examples_of_the_documentation_are_read(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "gate.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^```\n(experts=.*?)```", text, re.DOTALL | re.MULTILINE)
+    assert [str(gate.parse_requirement(line)) for line in lines[0].splitlines()] == lines[0].splitlines()
+    files = [
+        gate.read_requirements(written(tmp_path, toml)) for toml in re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    ]
+    assert [len(requirements) for requirements in files] == [2, 1]
+
+
 ENTRY = '[[gate.require]]\nsetting = "experts=7"\n'
 
 
@@ -609,11 +617,14 @@ def test_margins_out_of_range_are_refused() -> None:
 
 
 def test_parse_margin() -> None:
+    assert gate.parse_margin("agreement 1%") == ("agreement", 0.01)
     assert gate.parse_margin("agreement=1%") == ("agreement", 0.01)
     assert gate.parse_margin(" agreement = 0.01 ") == ("agreement", 0.01)
     assert gate.parse_margin("kld=0.002") == ("kld", 0.002)
     for text, message in (
         ("agreement", "cannot be read; write it like"),
+        ("agreement 1% 2%", "cannot be read; write it like"),
+        ("", "cannot be read; write it like"),
         ("accuracy=1%", "unknown metric 'accuracy'"),
         ("kld=1%", "kld takes a plain number, found '1%'"),
         ("kld=-1", "must be 0 or more"),

@@ -39,7 +39,8 @@ ALLOWED: dict[str, set[str]] = {
     "analysis": _RECORDS | {"intervals", "settings"},
     "requirements": _RECORDS,
     "gate": _RECORDS | {"requirements"},
-    "report": _RECORDS,
+    "breakdown": _RECORDS | {"intervals", "store", "recording"},
+    "report": _RECORDS | {"breakdown"},
     "demo": set(),
 }
 # The layers on top: everything that runs a whole job may use everything below, but never the command line.

@@ -374,7 +374,24 @@ def test_markdown_shows_the_cells_to_an_independent_reader() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["# a", "- a", "+ a", "* a", "1. a", "23) a", "> a", "---", "===", "```", "    a", "<!-- a"]
+    "words",
+    [
+        "# a",
+        "- a",
+        "+ a",
+        "* a",
+        "1. a",
+        "23) a",
+        "> a",
+        "---",
+        "===",
+        "```",
+        "    zq",
+        "<!-- a",
+        "zq #",
+        "##",
+        "&amp;",
+    ],
 )
 def test_markdown_takes_no_text_for_a_block(words: str) -> None:
     report = replace(gold_report(), title=words, facts={words: words}, notes=(words,), rows=(plain_row(),))

@@ -71,8 +71,11 @@ def run_until(out: Path, model: Path, texts: Path, n: int, delay: float, what: s
     try:
         wait_for(lambda: n_files(out) >= n or process.poll() is not None)
         time.sleep(delay)
+        workers = children(process.pid)
         kill(process, what)
-        return process.wait(20)
+        status = process.wait(20)
+        wait_for(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers), seconds=5)  # nobody writes on
+        return status
     finally:
         kill(process, "group")
         process.wait()
@@ -165,7 +168,7 @@ def test_any_set_of_chunks_may_be_there(seed: int, complete: Path, qwen: Path, t
     (complete / "report.json").unlink()
     told = sweep_short(qwen, text_folder, complete, resume=True)
     assert snapshot(complete) == before
-    tokens = {name: 0 for name in passes} | {p.pass_name: p.tokens for p in told}
+    tokens = dict.fromkeys(passes, 0) | {p.pass_name: p.tokens for p in told}
     for name in passes:
         assert tokens[name] == 4 * 64 * len([block for block in lacking if block[0] == name])
 

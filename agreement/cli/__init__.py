@@ -16,6 +16,7 @@ _COMMANDS = {
     "corpus": ("agreement.cli.corpus", "corpus_group"),
     "demo": ("agreement.cli.demo", "demo_command"),
     "gate": ("agreement.cli.results", "gate_command"),
+    "kld": ("agreement.cli.kld", "kld_group"),
     "inspect": ("agreement.cli.inspect", "inspect_command"),
     "record": ("agreement.cli.passes", "record_command"),
     "sweep": ("agreement.cli.passes", "sweep_command"),

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from agreement.cli.output import show_reports
+
 
 @click.command("demo")
 @click.option(
@@ -29,7 +31,7 @@ def demo_command(out: Path, chunks: int) -> None:
     from agreement.demo import CORPORA, MODEL
     from agreement.gate import judge, overall, parse_requirement
     from agreement.plan import ChunkOptions
-    from agreement.report import render, render_judgements
+    from agreement.report import render_judgements
     from agreement.runs import sweep
 
     reports = []
@@ -45,7 +47,8 @@ def demo_command(out: Path, chunks: int) -> None:
                 listener=view.listener(),
             )
         reports.append(report)
-        click.echo(render(report, "text"))
+        show_reports([report], "text")
+        click.echo()
     requirement = parse_requirement("experts=7 agreement>=90%")
     click.echo(f'agreement gate {out / next(iter(CORPORA))} --require "experts=7 agreement>=90%"')
     judgements = [judge(reports[0], requirement)]

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agreement.cli import options
+from agreement.cli.output import show_reports
 
 if TYPE_CHECKING:
     from agreement.plan import ChunkOptions
-    from agreement.records import Corpus, Report, Setting
+    from agreement.records import Corpus, Setting
     from agreement.report import Format
 
 _FORMATS = ["text", "markdown", "csv", "json", "html"]
@@ -48,12 +49,6 @@ def _take_corpus(source: str, given: dict[str, Any]) -> Callable[[], Corpus]:
 
     names = ("include", "exclude", "languages")
     return partial(load, source, **{name: given.pop(name) for name in names})
-
-
-def _show(report: Report, form: Format) -> None:
-    from agreement.report import render
-
-    click.echo(render(report, form), nl=False)
 
 
 @click.command("sweep")
@@ -103,7 +98,7 @@ def sweep_command(
             listener=view.listener(),
             **given,
         )
-    _show(report, form)
+    show_reports([report], form)
 
 
 @click.command("record")
@@ -141,7 +136,10 @@ def record_command(model: str, corpus: str, out: Path, quiet: bool, **given: Any
 
 @click.command("compare")
 @click.argument("run", type=click.Path(path_type=Path))
+@click.argument("files", nargs=-1, type=click.Path())
 @options.settings_options
+@click.option("--name", "names", multiple=True, metavar="SETTING", help="With FILES: name of each, e.g. experts=6.")
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="With FILES: keep the result as a run directory.")
 @click.option(
     "--model",
     type=click.Path(),
@@ -150,19 +148,51 @@ def record_command(model: str, corpus: str, out: Path, quiet: bool, **given: Any
 @click.option("--format", "form", type=click.Choice(_FORMATS), default="text", help="Format of the table.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress.")
 def compare_command(
-    run: Path, experts: str | None, extra_settings: tuple[str, ...], model: str | None, form: Format, quiet: bool
+    run: Path,
+    files: tuple[str, ...],
+    experts: str | None,
+    extra_settings: tuple[str, ...],
+    names: tuple[str, ...],
+    out: Path | None,
+    model: str | None,
+    form: Format,
+    quiet: bool,
 ) -> None:
     """Score settings against a recording made before, over its chunks and with its engine options.
+
+    Or, with no engine at all, logits FILES of llama-perplexity against a base file given as RUN.
 
     Chunks that are already scored are kept, so an interrupted comparison goes on where it was.
 
     \b
     agreement compare runs/project --experts 5
     agreement compare runs/project --model model-Q4_K_M.gguf
+    agreement compare base.kld exp6.kld --name experts=6
     """
+    if files:
+        if experts or extra_settings or model:
+            raise click.UsageError("logits files are compared without an engine: no --experts, --setting or --model")
+        _compare_files(run, files, names, out, form)
+        return
+    if names or out:
+        raise click.UsageError("--name and -o are for logits files; settings are added to the run they belong to")
     from agreement.cli.progress import ProgressView
     from agreement.runs import compare
 
     with ProgressView(quiet=quiet) as view:
         report = compare(run, settings=_chosen(experts, extra_settings), model=model, listener=view.listener())
-    _show(report, form)
+    show_reports([report], form)
+
+
+def _compare_files(base: Path, files: tuple[str, ...], names: tuple[str, ...], out: Path | None, form: Format) -> None:
+    from tempfile import TemporaryDirectory
+
+    from agreement.cli.kld import chunk_progress, named_files
+    from agreement.exchange import import_files
+
+    with TemporaryDirectory(prefix="agreement-") as folder:
+        place = out or Path(folder) / base.stem
+        report = import_files(
+            base, named_files(files, names), place, keep_logits=out is not None, progress=chunk_progress()
+        )
+    show_reports([report], form)

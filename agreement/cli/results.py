@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from agreement.cli.output import show_reports
+
 if TYPE_CHECKING:
     from agreement.intervals import Method
     from agreement.records import Requirement
@@ -30,11 +32,11 @@ def table_command(runs: tuple[Path, ...], form: Format, confidence: float, metho
     agreement table runs/code runs/prose --format markdown
     """
     from agreement.analysis import differences
-    from agreement.report import render, render_differences, render_many
+    from agreement.report import render_differences
     from agreement.runs import load_counts, load_report
 
     reports = [load_report(run, confidence=confidence, method=method) for run in runs]
-    click.echo(render(reports[0], form) if len(reports) == 1 else render_many(reports, form), nl=False)
+    show_reports(reports, form)
     if against is not None:
         for run in runs:
             counts, _ = load_counts(run)

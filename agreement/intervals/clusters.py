@@ -61,8 +61,21 @@ class Ratios:
 
     @cached_property
     def residuals(self) -> Float64Array:
-        """(n_draws, n_clusters) linearised residuals `sum - value * count`; they add to zero."""
-        return self.sums - self.value[:, None] * self.counts
+        """(n_draws, n_clusters) linearised residuals `sum - value * count`; they add to zero.
+
+        What is left of equal clusters by rounding, some 1e-16 of the terms, is set to zero: it has no spread to
+        estimate and no skewness.
+        """
+        expected = self.value[:, None] * self.counts
+        residuals = self.sums - expected
+        residuals[np.abs(residuals) <= 1e-12 * (np.abs(self.sums) + np.abs(expected))] = 0.0
+        return residuals
+
+    @property
+    def varies(self) -> NDArray[np.bool_]:
+        """(n_draws,) whether clusters differ."""
+        varies: NDArray[np.bool_] = np.any(self.residuals != 0.0, axis=1)
+        return varies
 
     @cached_property
     def variance(self) -> Float64Array:

@@ -18,7 +18,6 @@ from agreement.intervals.results import (
     ONE_CLUSTER,
     check_options,
     exponential,
-    varies,
     with_interval,
     without_interval,
 )
@@ -53,7 +52,8 @@ def proportion(
 
     Returns:
         The ratio of sums with an interval inside [0, 1]. One cluster gives no interval. Where all positions agree,
-        or none, the interval is one-sided (see `score.all_alike`).
+        or none, the interval is one-sided (see `score.all_alike`). Clusters that all have the same share get the score
+        interval, whatever the method.
 
     Raises:
         UsageError: See `check`; also more successes than trials, or an argument out of range.
@@ -76,6 +76,8 @@ def proportion(
         word = "all positions agree" if value == 1.0 else "no position agrees"
         note = f"{word}: one-sided bound from {data.n_clusters} clusters"
         return with_interval(data, value, (low, high), confidence=confidence, method="exact", note=note)
+    if not shares.varies[0]:
+        method = "score"  # Clusters that are equal by luck: the other methods would say [value, value].
     low_end, high_end, used = share_ends(shares, method, Resampling(rng, confidence, n_resamples))
     ends = float(low_end[0]), float(high_end[0])
     effect = float(score.design_effect(shares)[0])
@@ -125,7 +127,7 @@ def mean(
     effect = None if squares is None else _mean_effect(data)
     if data.n_clusters == 1:
         return without_interval(data, value, confidence, ONE_CLUSTER)
-    if not varies(means):
+    if not means.varies[0]:
         return without_interval(data, value, confidence, NO_SPREAD)
     low_end, high_end, used = mean_ends(means, method, Resampling(rng, confidence, n_resamples), bound=lower_bound)
     ends = float(low_end[0]), float(high_end[0])
@@ -223,6 +225,6 @@ def _mean_effect(data: Checked) -> float | None:
     if np.any(data.columns[1] * data.counts < data.columns[0] ** 2 * (1.0 - 1e-9)):
         raise UsageError("`squares` is too small for `sums` in some cluster; pass the sum of squares, not its root")
     spread = square - value**2
-    if n < 2 or data.n_clusters < 2 or spread <= 1e-12 * square or not varies(means):
+    if n < 2 or data.n_clusters < 2 or spread <= 1e-12 * square or not means.varies[0]:
         return None
     return float(means.variance[0]) / (spread / (n - 1))

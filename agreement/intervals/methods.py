@@ -12,6 +12,7 @@ import numpy as np
 
 from agreement.errors import UsageError
 from agreement.intervals import bootstrap, score
+from agreement.intervals.clusters import t_quantile
 
 if TYPE_CHECKING:
     from agreement.intervals.clusters import Float64Array, Ratios
@@ -21,8 +22,8 @@ METHODS: tuple[Method, ...] = get_args(Method)
 SHARE_METHODS: tuple[Method, ...] = tuple(name for name in METHODS if name != "log-t")
 MEAN_METHODS: tuple[Method, ...] = tuple(name for name in METHODS if name not in {"score", "korn-graubard"})
 
-# With fewer clusters the t quantile is so large (4.3 for three, 12.7 for two) that its exponential bounds nothing.
-LOG_FROM = 6
+# Largest Student quantile whose exponential still bounds something: at 95 % that takes five clusters, at 99 % fifteen.
+LARGEST_LOG_QUANTILE = 3.0
 
 # As reports print them.
 NAMES = {
@@ -41,7 +42,8 @@ NAMES = {
 def share_ends(shares: Ratios, method: Method, plan: bootstrap.Resampling) -> tuple[Float64Array, Float64Array, Method]:
     """Return both (n_draws,) ends and the method used.
 
-    The draws must have at least two clusters and a share inside (0, 1).
+    The draws must have at least two clusters and a share inside (0, 1); where clusters do not differ, only score and
+    korn-graubard have an interval.
     """
     used: Method = "score" if method == "auto" else method
     if used == "score":
@@ -62,7 +64,8 @@ def mean_ends(
     """
     used = method
     if used == "auto":
-        used = "log-t" if bound is not None and means.n_clusters >= LOG_FROM else "adjusted-t"
+        quantile = float(t_quantile(plan.confidence, means.n_clusters - 1.0))
+        used = "log-t" if bound is not None and quantile <= LARGEST_LOG_QUANTILE else "adjusted-t"
     if used == "log-t":
         if bound is None:
             raise UsageError("`method` log-t needs `lower_bound`; give one, or take adjusted-t")

@@ -19,7 +19,6 @@ from agreement.intervals.results import (
     check_options,
     exponential,
     joined,
-    varies,
     with_interval,
     without_interval,
 )
@@ -70,7 +69,7 @@ def ppl_delta(
     line = Ratios(ppl_test * test.residuals - ppl_base * base.residuals, data.counts)
     if data.n_clusters == 1:
         return without_interval(data, value, confidence, ONE_CLUSTER)
-    if not varies(base) and not varies(test):
+    if not base.varies[0] and not test.varies[0]:
         return without_interval(data, value, confidence, NO_SPREAD)
     if np.array_equal(data.columns[0], data.columns[1]):
         return without_interval(data, value, confidence, NO_SPREAD)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from agreement.errors import UsageError
 from agreement.intervals.methods import NAMES
 from agreement.records import Estimate
 
 if TYPE_CHECKING:
-    from agreement.intervals.clusters import Checked, Ratios
+    from agreement.intervals.clusters import Checked
 
 DEFAULT_RESAMPLES = 1999
 
@@ -30,12 +28,6 @@ def check_options(confidence: float, n_resamples: int, method: str, *, allowed: 
     least = math.ceil(2.0 / (1.0 - confidence) - 1e-6) - 1
     if n_resamples < least:
         raise UsageError(f"`n_resamples` must be at least {least} for confidence {confidence:g}, found {n_resamples}")
-
-
-def varies(means: Ratios) -> bool:
-    """Return whether the clusters of the first draw differ by more than rounding."""
-    size = np.abs(means.sums) + np.abs(means.value[:, None] * means.counts)
-    return bool(np.any(np.abs(means.residuals[0]) > 1e-12 * size[0]))
 
 
 def exponential(value: float) -> float:

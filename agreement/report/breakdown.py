@@ -241,21 +241,13 @@ def _kld(kld: KldQuantiles, notes: _Notes) -> str:
 def _runs(runs: RunLengths, notes: _Notes) -> str:
     expected = runs.expected
     low, high = expected.low, expected.high
-    interval = "-"
+    interval, remark = "-", notes.mark(expected)
     if low is not None and high is not None:
         notes.methods.setdefault(expected.method, {})["1/(1 - agreement)"] = None
         interval = f"{numbers.significant(low, rounding='down')}, {numbers.significant(high, rounding='up')}"
     rows: list[Sequence[str]] = [
         ("", "starts", "cut", "mean", "", "25 %", "median", "75 %"),
-        (
-            "expected, 1/(1 - agreement)",
-            "",
-            "",
-            f"{_length(expected.value)} [{interval}]{notes.mark(expected)}",
-            "",
-            "",
-            "",
-        ),
+        ("expected, 1/(1 - agreement)", "", "", _length(expected.value), f"[{interval}]{remark}", "", "", ""),
         ("measured, from any position", *_run_cells(runs.anywhere)),
     ]
     if runs.after_difference is not None:

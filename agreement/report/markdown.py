@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from agreement.records import Report
 
-# What starts markup inside a line; `_` does so only at the edge of a word.
-_SPECIAL = re.compile(r"[\\`*<>|\[\]~&$]|(?<![^\W_])_|_(?![^\W_])")
+# What is markup inside a line; `_` is so only at the edge of a word, `#` only at the end of a heading.
+_SPECIAL = re.compile(r"[\\`*<>|\[\]~&$]|(?<![^\W_])_|_(?![^\W_])|#(?=#*$)")
 # What starts a block at the head of a line: a heading, a list, a rule.
 _BLOCK = re.compile(r"^(\d*)([#+=-]|(?<=\d)[.)])")
 

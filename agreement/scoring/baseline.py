@@ -1,23 +1,27 @@
 """What is kept of the baseline's logits at each scored position.
 
 In: float32 logits `(n, n_vocab)` and target ids.  Out: `BaselineRows`: exact numbers for everything that decides an
-agreement or a perplexity, and the whole distribution in 16-bit codes if asked for.
+agreement or a perplexity, and of the rest of the distribution either 16-bit codes or what bounds of KLD need.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agreement.errors import EngineError
-from agreement.records import Float32Array, Int32Array
-from agreement.scoring.rows import for_each_block
+from agreement.records import Float32Array, Float64Array, Int32Array
+from agreement.scoring.compact import CompactRows, compact_bytes, encode_compact
+from agreement.scoring.idlist import UInt8Array
+from agreement.scoring.rows import for_each_block, row_blocks
 
 CODE_MAX = 65535
 FULL_TOP_K = 32
+COMPACT_TOP_K = 64
 _STRIDE_GROUPS = 64
 
 
@@ -32,11 +36,13 @@ class BaselineRows:
         logsumexp: (n,) float32, of the raw logits, nats.
         top_ids: (n, top_k) int32, the most probable tokens, best first; of equal ones the lower id first.
         top_logprobs: (n, top_k) float32, nats, exact.
-        tail_logmass: (n,) float32, log of the probability outside the top; -inf if there is nothing outside.
-        tail_entropy: (n,) float32, sum of p log p outside the top, nats (at most 0).
         codes: (n, n_vocab) uint16 or None: log-prob = low + step * code.
         low: (n,) float32, the smallest log-probability, nats; None without codes.
         step: (n,) float32, nats a code; None without codes.
+        ambiguous: (n,) bool, positions whose two best tokens share a code, where all there is came from codes; None
+            where the numbers above are exact.
+
+    The others are those of `CompactRows`, and None with codes.
     """
 
     n_vocab: int
@@ -45,20 +51,36 @@ class BaselineRows:
     logsumexp: Float32Array
     top_ids: Int32Array
     top_logprobs: Float32Array
-    tail_logmass: Float32Array
-    tail_entropy: Float32Array
     codes: NDArray[np.uint16] | None = None
     low: Float32Array | None = None
     step: Float32Array | None = None
+    ambiguous: NDArray[np.bool_] | None = None
+    listed_ids: UInt8Array | None = None
+    listed_codes: UInt8Array | None = None
+    listed_low: Float64Array | None = None
+    listed_step: Float64Array | None = None
+    correction: Float64Array | None = None
+    known_mass: Float64Array | None = None
+    known_gain: Float64Array | None = None
+    known_residual: Float64Array | None = None
+    tail_mass: Float64Array | None = None
+    tail_entropy: Float64Array | None = None
+
+    def compact(self, start: int, stop: int) -> CompactRows:
+        """Return rows `[start, stop)` of what the bounds of KLD need; only without codes."""
+        return CompactRows(**{f.name: getattr(self, f.name)[start:stop] for f in fields(CompactRows)})
 
 
 def default_top_k(n_vocab: int, *, full: bool) -> int:
-    """Return how many tokens are kept exactly.
+    """Return how many tokens are kept exactly: enough for margins, and for most of the probability of most rows."""
+    return min(n_vocab, FULL_TOP_K if full else COMPACT_TOP_K)
 
-    With the full distribution beside them, enough for margins; without it, as many as keep a row under 5 % of the
-    2 bytes a token that full codes take, so that what is left in the tail is small.
-    """
-    return min(n_vocab, FULL_TOP_K if full else max(64, n_vocab // 128))
+
+def row_bytes(n_vocab: int, *, full: bool, top_k: int) -> int:
+    """Return the bytes of one row of `BaselineRows`, uncompressed as it is stored."""
+    top_k = min(top_k, n_vocab)
+    exact = 3 * 4 + 8 * top_k  # target, its log-probability, logsumexp; ids and log-probabilities of the top
+    return exact + (2 * n_vocab + 2 * 4 if full else compact_bytes(n_vocab, top_k))
 
 
 def encode_rows(
@@ -75,8 +97,8 @@ def encode_rows(
         logits: (n, n_vocab) float32, C-contiguous; only read.
         targets: (n,) int32 ids of the true next tokens.
         top_k: Tokens kept exactly, at least 2 unless the vocabulary is smaller.
-        full: Also keep the whole distribution as 16-bit codes over each row's own range.  The row's range is coded
-            whole, not clipped as in llama-perplexity's file; at a range of 30 nats a code is 4.6e-4 nat.
+        full: Keep the rest of the distribution as 16-bit codes over each row's own range, else as `CompactRows`.
+            The range is coded whole, not clipped as in llama-perplexity's file; at 30 nats a code is 4.6e-4 nat.
         pool: Threads to spread the rows over.
 
     Raises:
@@ -86,9 +108,9 @@ def encode_rows(
     top_k = min(top_k, n_vocab)
     target_logprob, logsumexp = np.empty(n, np.float32), np.empty(n, np.float32)
     top_ids, top_logprobs = np.empty((n, top_k), np.int32), np.empty((n, top_k), np.float32)
-    tail_logmass, tail_entropy = np.empty(n, np.float32), np.empty(n, np.float32)
     codes = np.empty((n, n_vocab), np.uint16) if full else None
     low, step = (np.empty(n, np.float32), np.empty(n, np.float32)) if full else (None, None)
+    compact: dict[int, CompactRows] = {}
 
     def work(start: int, stop: int) -> None:
         block = logits[start:stop]
@@ -110,15 +132,8 @@ def encode_rows(
             scaled = (logprobs - smallest[:, None]) * (1 / np.where(width > 0, width, 1))[:, None]
             np.minimum(scaled + np.float32(0.5), CODE_MAX, out=scaled)  # the cast truncates: +0.5 rounds
             codes[start:stop] = scaled.astype(np.uint16)
-            tail_logmass[start:stop], tail_entropy[start:stop] = -np.inf, 0.0
         else:
-            p *= np.exp(best - lse)
-            np.put_along_axis(p, ids, np.float32(0), axis=1)
-            np.put_along_axis(logprobs, ids, np.float32(0), axis=1)
-            with np.errstate(divide="ignore"):
-                tail_logmass[start:stop] = np.log(p.sum(axis=1, dtype=np.float64))
-            p *= logprobs
-            tail_entropy[start:stop] = p.sum(axis=1, dtype=np.float64)
+            compact[start] = encode_compact(block, ids, top_logprobs[start:stop])
 
     for_each_block(work, n, n_vocab, pool)
     return BaselineRows(
@@ -128,11 +143,53 @@ def encode_rows(
         logsumexp=logsumexp,
         top_ids=top_ids,
         top_logprobs=top_logprobs,
-        tail_logmass=tail_logmass,
-        tail_entropy=tail_entropy,
         codes=codes,
         low=low,
         step=step,
+        **_joined([compact[start] for start in sorted(compact)]),
+    )
+
+
+def _joined(parts: list[CompactRows]) -> dict[str, NDArray[Any]]:
+    if not parts:
+        return {}
+    return {f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(CompactRows)}
+
+
+def quantised_rows(
+    codes: NDArray[np.uint16], low: Float32Array, step: Float32Array, targets: Int32Array
+) -> BaselineRows:
+    """Return the baseline from codes alone, as a llama-perplexity file has it: nothing in it is exact.
+
+    Args:
+        codes: (n, n_vocab) uint16; log-prob = low + step * code.
+        low: (n,) float32, nats.
+        step: (n,) float32, nats a code.
+        targets: (n,) int32 ids of the true next tokens.
+    """
+    n, n_vocab = codes.shape
+    top_k = min(FULL_TOP_K, n_vocab)
+    ids = np.empty((n, top_k), np.int64)
+    for start, stop in row_blocks(n, n_vocab):
+        ids[start:stop] = top_indices(codes[start:stop].astype(np.float32), top_k)
+
+    def logprobs(of: NDArray[Any]) -> Float32Array:
+        picked = np.take_along_axis(codes, of, axis=1)
+        values: Float32Array = np.multiply(picked, step[:, None], dtype=np.float32) + low[:, None]
+        return values
+
+    best = np.take_along_axis(codes, ids[:, :2], axis=1)
+    return BaselineRows(
+        n_vocab=n_vocab,
+        target=targets,
+        target_logprob=logprobs(targets[:, None].astype(np.int64))[:, 0],
+        logsumexp=np.zeros(n, np.float32),
+        top_ids=ids.astype(np.int32),
+        top_logprobs=logprobs(ids),
+        codes=codes,
+        low=low,
+        step=step,
+        ambiguous=best[:, 0] == best[:, -1] if best.shape[1] > 1 else np.zeros(n, np.bool_),
     )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from agreement.errors import IdentityError
 from agreement.records import Float32Array, Int32Array
 from agreement.scoring.baseline import BaselineRows, check_finite
+from agreement.scoring.compact import bounded_kld
 from agreement.scoring.rows import for_each_block
 
 
@@ -40,7 +41,7 @@ def score_rows(base: BaselineRows, logits: Float32Array, *, pool: ThreadPoolExec
 
     With the full distribution recorded, KLD is `sum_v p_b(v) (log p_b(v) - log p_t(v))`, in which the most probable
     tokens enter with their exact log-probabilities and the others with their codes.  Without it, KLD is bounded from
-    the top, the tail's mass and the tail's entropy; the bounds are derived in `docs/method.md`.
+    what `CompactRows` keeps; the bounds are derived in `docs/method.md`.
 
     Args:
         base: The baseline at these positions.
@@ -77,7 +78,9 @@ def score_rows(base: BaselineRows, logits: Float32Array, *, pool: ThreadPoolExec
         targets = base.target[start:stop, None]
         out.target_logprob[start:stop] = np.take_along_axis(block, targets, axis=1)[:, 0] - lse[:, 0]
         if base.codes is None:
-            low, high = _bounded_kld(base, start, stop, block, lse)
+            low, high = bounded_kld(
+                base.compact(start, stop), base.top_ids[start:stop], base.top_logprobs[start:stop], block
+            )
         else:
             low = high = _full_kld(base, start, stop, block, lse, buffer)
         # Rounding can leave a divergence of equal distributions a hair below zero.
@@ -104,30 +107,3 @@ def _full_kld(
     p *= buffer
     kld: Float32Array = p.sum(axis=1)
     return kld
-
-
-def _bounded_kld(
-    base: BaselineRows, start: int, stop: int, block: Float32Array, lse: Float32Array
-) -> tuple[Float32Array, Float32Array]:
-    """Return (stop - start,) lower and upper bounds of KLD from the top and the tail's mass and entropy."""
-    ids = base.top_ids[start:stop].astype(np.int64)
-    base_top = base.top_logprobs[start:stop].astype(np.float64)
-    logprobs = block - lse
-    test_top = np.take_along_axis(logprobs, ids, axis=1).astype(np.float64)
-    head = (np.exp(base_top) * (base_top - test_top)).sum(axis=1)
-    tail = logprobs  # from here on only the tail's entries are used
-    np.put_along_axis(tail, ids, np.float32(-np.inf), axis=1)
-    tail_most = tail.max(axis=1).astype(np.float64)
-    mass = np.exp(base.tail_logmass[start:stop].astype(np.float64))
-    entropy = base.tail_entropy[start:stop].astype(np.float64)
-    test_mass = np.exp(tail).sum(axis=1, dtype=np.float64)
-    np.put_along_axis(tail, ids, np.float32(np.inf), axis=1)
-    tail_least = tail.min(axis=1).astype(np.float64)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        by_mass = mass * (base.tail_logmass[start:stop] - np.log(test_mass))  # the log-sum inequality
-        by_most = entropy - mass * tail_most
-        by_least = entropy - mass * tail_least
-    none = mass == 0
-    low = head + np.where(none, 0, np.fmax(by_mass, by_most))
-    high = head + np.where(none, 0, by_least)
-    return low.astype(np.float32), high.astype(np.float32)

@@ -28,7 +28,7 @@ def position_scores(base: BaselineRows, test: RowScores) -> PositionScores:
         kld_low=test.kld_low,
         kld_high=test.kld_high,
         target=base.target,
-        ambiguous=np.zeros(len(base.target), np.bool_),
+        ambiguous=np.zeros(len(base.target), np.bool_) if base.ambiguous is None else base.ambiguous,
     )
 
 

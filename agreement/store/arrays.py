@@ -133,6 +133,15 @@ def read_arrays(path: Path, names: tuple[str, ...] | None = None) -> tuple[Array
     return arrays, header["meta"]
 
 
+def array_names(path: Path) -> tuple[str, ...]:
+    """Return the names of a file's arrays without reading them; errors as in `read_arrays`."""
+    try:
+        raw = np.memmap(path, dtype=np.uint8, mode="r")
+    except (OSError, ValueError) as error:
+        raise _damaged(path, f"cannot be read ({error})") from error
+    return tuple(entry["name"] for entry in _read_header(path, raw)["arrays"])
+
+
 def _read_header(path: Path, raw: NDArray[np.uint8]) -> dict[str, Any]:
     if raw.size < _HEAD.size:
         raise _damaged(path, f"is cut short ({raw.size} bytes)")

@@ -26,7 +26,7 @@ from typing import Any
 from urllib.parse import quote
 
 from agreement.errors import IdentityError, StoreError
-from agreement.store.arrays import Arrays, read_arrays, write_arrays, write_file
+from agreement.store.arrays import Arrays, array_names, read_arrays, write_arrays, write_file
 
 FORMAT = "agreement-run"
 FORMAT_VERSION = 1
@@ -166,6 +166,10 @@ class RunStore:
         if (meta.get("pass"), meta.get("chunk")) != (pass_name, index):
             raise StoreError(f"{path} holds chunk {meta.get('chunk')} of {meta.get('pass')}; delete it and --resume")
         return arrays, meta
+
+    def array_names(self, pass_name: str, index: int) -> tuple[str, ...]:
+        """Return the names of the arrays of one chunk of one pass."""
+        return array_names(self.chunk_path(pass_name, index))
 
     def read_chunks(self) -> tuple[Arrays, dict[str, Any]]:
         """Read the token windows of the run."""

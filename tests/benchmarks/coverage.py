@@ -260,7 +260,7 @@ def run(scenario: Scenario, *, n_draws: int, seed: int, confidence: float = 0.95
     for method in scenario.methods:
         plan = Resampling(np.random.default_rng(seed), confidence, RESAMPLES)
         low, high = intervals(scenario, data, method, plan)
-        above, below = 100.0 * np.mean(low > scenario.truth), 100.0 * np.mean(high < scenario.truth)
+        above, below = 100.0 * float(np.mean(low > scenario.truth)), 100.0 * float(np.mean(high < scenario.truth))
         row.outcomes[method] = Outcome(100.0 - above - below, above, below, float(np.mean(high - low)))
     return row
 
@@ -419,7 +419,7 @@ def report(rows: list[Row], again: list[str], *, n_draws: int, seed: int, confid
         "",
         f"Made by `{command}` in {seconds:.0f} s.",
         "",
-        f"Nominal {100 * confidence:g} %, {n_draws:,} draws a row: a coverage has a standard error of {error:.2f} points.",
+        f"Nominal {100 * confidence:g} %, {n_draws:,} draws a row, so a standard error of {error:.2f} points.",
         f"Bootstraps take {RESAMPLES} resamples. Each cell holds the coverage in percent, in brackets the share of",
         "intervals wholly above the truth and wholly below it, then the mean width. `auto` is what the package does",
         "unless told otherwise. A row that misses its goal is run again with ten times the draws and another seed.",

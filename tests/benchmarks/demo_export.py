@@ -39,7 +39,11 @@ def network_of(path: Path) -> Network:
         network.embed.weight.copy_(t["token_embd.weight"])
         network.norm.weight.copy_(t["output_norm.weight"])
         for i, block in enumerate(network.layers()):
-            w = {k.removeprefix(f"blk.{i}.").removesuffix(".weight"): v for k, v in t.items() if k.startswith(f"blk.{i}.")}
+            w = {
+                k.removeprefix(f"blk.{i}.").removesuffix(".weight"): v
+                for k, v in t.items()
+                if k.startswith(f"blk.{i}.")
+            }
             for ours, theirs in (("attn_norm", "attn_norm"), ("q_norm", "attn_q_norm"), ("k_norm", "attn_k_norm"),
                                  ("ffn_norm", "ffn_norm"), ("q", "attn_q"), ("k", "attn_k"), ("v", "attn_v"),
                                  ("o", "attn_output")):  # fmt: skip

@@ -115,7 +115,10 @@ def main() -> int:
                 + ("  BEYOND" if beyond else "")
             )
     if given.json:
-        data = {"agreement": {k: asdict(v) for k, v in left.items()}, "llama-perplexity": {k: asdict(v) for k, v in right.items()}}
+        data = {
+            "agreement": {k: asdict(v) for k, v in left.items()},
+            "llama-perplexity": {k: asdict(v) for k, v in right.items()},
+        }
         given.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     print("all differences are explained" if not worst else f"{worst} differences are NOT explained")
     return 1 if worst else 0

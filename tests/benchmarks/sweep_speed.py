@@ -32,7 +32,9 @@ EXPERTS = (7, 6, 4, 2)
 LEAN = ("--no-warmup", "-fit", "off")
 
 
-def run_tool(program: Path, model: Path, text: Path, base: Path, given: argparse.Namespace, extra: tuple[str, ...]) -> float:
+def run_tool(
+    program: Path, model: Path, text: Path, base: Path, given: argparse.Namespace, extra: tuple[str, ...]
+) -> float:
     """Run the tool's five passes and return seconds."""
     common = [str(program), "-m", str(model), "-c", str(given.ctx), "-t", str(given.threads), *extra]
     common += ["-b", str(given.batch), "-ub", str(given.ubatch), "--kl-divergence-base", str(base)]
@@ -105,7 +107,10 @@ def main() -> int:
         model = folder / "synthetic.gguf" if given.synthetic else given.model
         if given.synthetic:
             synthetic.write_synthetic(model, "vocabulary")
-        print(f"{model.name}, {given.chunks} chunks of {given.ctx}, -t {given.threads} -b {given.batch} -ub {given.ubatch}")
+        print(
+            f"{model.name}, {given.chunks} chunks of {given.ctx}, -t {given.threads} -b {given.batch} "
+            f"-ub {given.ubatch}"
+        )
         seconds: dict[str, list[float]] = {"agreement": [], "tool": [], "tool, lean": []}
         shares = []
         for repeat in range(given.repeats):
@@ -118,8 +123,10 @@ def main() -> int:
         for peer in ("tool", "tool, lean"):
             ratios = [a / b for a, b in zip(seconds["agreement"], seconds[peer], strict=True)]
             median = statistics.median(seconds[peer])
-            print(f"agreement {ours:.2f} s / {peer} {median:.2f} s: ratio {statistics.median(ratios):.3f} "
-                  f"(pairs {min(ratios):.3f} to {max(ratios):.3f})")
+            print(
+                f"agreement {ours:.2f} s / {peer} {median:.2f} s: ratio {statistics.median(ratios):.3f} "
+                f"(pairs {min(ratios):.3f} to {max(ratios):.3f})"
+            )
         print(f"scoring takes {statistics.median(shares):.1%} of our passes")
         if given.memory:
             few, many = (peak_memory(model, text, out, given, n) for n in (8, 64))
