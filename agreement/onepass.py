@@ -171,8 +171,9 @@ def run_one_pass(
 def _facts(run: RunStore, setting: Setting, policy: Policy, n_chunks: int) -> dict[str, Any]:
     """Return what the chunk files of a setting say of its routing; the same whether or not the run was interrupted."""
     metas = [run.read_chunk(setting.name, i, names=())[1] for i in range(n_chunks)]
-    kept, rows = sum(int(m["experts_kept"]) for m in metas), sum(int(m["experts_rows"]) for m in metas)
-    return {"proof": {"policy": str(policy), "rows": rows, "kept": kept}, "experts_mean": kept / rows}
+    kept, rows = (sum(int(m.get(key, 0)) for m in metas) for key in ("experts_kept", "experts_rows"))
+    proof = {"policy": str(policy), "rows": rows, "kept": kept}
+    return {"proof": proof, "experts_mean": kept / rows if rows else None}  # no rows: chunks of a separate pass
 
 
 @dataclass(frozen=True)
@@ -218,8 +219,8 @@ class _Block:
         self._settings, self._keep, self._written, self._pool = settings, keep, written, pool
         self._size = 1 + len(settings)
         self._parts = [_Parts() for _ in range(len(indices) * self._size)]
-        self._base: dict[int, BaselineRows] = {}  # by first position: the baseline of the chunk being scored
-        self._base_sequence = -1
+        self._base: dict[int, BaselineRows] = {}  # by first position: the baseline of the piece being scored
+        self._last_sequence = -1
 
     def decode(self, engine: Engine, routing: Sequence[Policy | None], piece: int) -> None:
         """Decode the block and write every chunk of every setting in it as soon as it is whole."""
@@ -241,15 +242,16 @@ class _Block:
     def _take(self, part: LogitsPart) -> None:
         chunk, which = divmod(part.sequence, self._size)
         parts = self._parts[part.sequence]
+        again, self._last_sequence = part.sequence == self._last_sequence, part.sequence
         if which > 0:
             parts.add(part, score_rows(self._base[part.first], part.logits, pool=self._pool))
             return
-        if part.sequence != self._base_sequence or len(self._indices) == 1:
+        if not again:  # another chunk, or its next piece
             self._base.clear()
         start = part.first - self._chunks.first
         targets = self._chunks.targets[self._indices[chunk], start : start + len(part.logits)]
         rows = encode_rows(part.logits, targets, top_k=self._keep.top_k, full=self._keep.full, pool=self._pool)
-        self._base[part.first], self._base_sequence = rows, part.sequence
+        self._base[part.first] = rows
         parts.add(part, rows if BASELINE_PASS in self._written else _scored_part(rows))
 
     def _write(self, sequence: int, kept: Kept) -> None:

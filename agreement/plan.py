@@ -204,8 +204,8 @@ def _about(model: ModelFile, corpus: Corpus, chunks: ChunkSet) -> dict[str, Any]
     }
 
 
-def setting_facts(setting: Setting, model: ModelFile) -> dict[str, Any]:
-    """Return what the report will say of a setting, for `run.json`."""
+def setting_facts(setting: Setting, model: ModelFile, digest: str = "") -> dict[str, Any]:
+    """Return what the report will say of a setting, for `run.json`; `digest` is that of another model file, if any."""
     used = setting.experts if setting.experts is not None else model.n_expert_used
     return {
         "experts": used,
@@ -213,4 +213,5 @@ def setting_facts(setting: Setting, model: ModelFile) -> dict[str, Any]:
         "overrides": [str(o) for o in metadata_overrides(setting, model.architecture)],
         "model": setting.model,
         "again": setting.again,
+        "digest": digest,
     }

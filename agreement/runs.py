@@ -211,7 +211,7 @@ def compare(
             "options": asdict(vocabulary.options),
         }
         run.require_identity(found, ignore=("chunks", "recording"))
-        _settings(run, runner, header, chosen, listener)
+        _settings(run, runner, header, chosen, listener, digest=digest if other else "")
         return finish(run)
 
 
@@ -268,10 +268,9 @@ def _ambiguity(counts: tuple[Counts, ...]) -> tuple[str, ...]:
     total = sum(counts, Counts())
     if not total.n_ambiguous:
         return ()
-    return (
-        f"quantised: at {total.n_ambiguous} of {total.n} positions the two best tokens share a code, so agreement may "
-        f"be off by up to {100 * total.n_ambiguous / total.n:.2f} points",
-    )
+    share = 100 * total.n_ambiguous / total.n
+    where = f"at {total.n_ambiguous} of {total.n} positions the two best tokens share a code"
+    return (f"quantised: {where}, so agreement may be off by up to {share:.2f} points",)
 
 
 def speeds_of(run: RunStore) -> dict[str, float]:
@@ -343,11 +342,27 @@ def _baseline(run: RunStore, runner: Runner, logits: LogitsMode, top_k: int, lis
     run.finish_pass(BASELINE_PASS, proof)
 
 
-def _settings(run: RunStore, runner: Runner, model: ModelFile, settings: Sequence[Setting], listener: Listener) -> None:
+def _settings(
+    run: RunStore,
+    runner: Runner,
+    model: ModelFile,
+    settings: Sequence[Setting],
+    listener: Listener,
+    *,
+    digest: str = "",
+) -> None:
+    """Run the settings that are not finished; `digest` is that of a model file other than the recorded one."""
     for setting in settings:
-        if setting.name not in run.header["settings"]:
+        facts = setting_facts(setting, model, digest)
+        known = run.header["about"]["settings"].get(setting.name)
+        if known is not None and known["digest"] != facts["digest"]:
+            raise IdentityError(
+                f"{run.path} already has {setting.name} of another model file (digest {known['digest']}, now "
+                f"{facts['digest']}); give the file another name or start a new run"
+            )
+        if known is None:
             run.header["settings"].append(setting.name)
-            run.header["about"]["settings"][setting.name] = setting_facts(setting, model)
+            run.header["about"]["settings"][setting.name] = facts
     run.save_header()
     n_chunks = int(run.header["identity"]["chunks"]["n_chunks"])
     for setting in settings:

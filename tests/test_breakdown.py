@@ -376,7 +376,7 @@ def test_independent_differences_give_the_expected_length() -> None:
 # ------------------------------------------------------------------------------------------------------------- totals
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)  # each renders three formats
 @given(st.integers(0, 2**32), st.integers(1, 6), st.integers(1, 9), st.integers(1, 4), st.integers(1, 7))
 def test_parts_add_up_to_the_counts(seed: int, n_chunks: int, n_scored: int, n_names: int, bins: int) -> None:
     scored, counts = random_positions(seed, n_chunks, n_scored, n_names)

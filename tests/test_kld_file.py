@@ -310,7 +310,7 @@ def test_a_file_that_shrinks_after_it_was_opened(small: Path) -> None:
         kld.read_chunk(file, 1)
 
 
-@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(numbers=st.tuples(*[st.integers(-(2**31), 2**31 - 1) | st.integers(0, 12)] * 3), rest=st.binary(max_size=400))
 def test_any_header_is_refused_cheaply_or_right(tmp_path: Path, numbers: tuple[int, int, int], rest: bytes) -> None:
     path = tmp_path / "fuzz.kld"
@@ -324,7 +324,7 @@ def test_any_header_is_refused_cheaply_or_right(tmp_path: Path, numbers: tuple[i
     assert peak < 16 << 20  # the reader's own buffers take 4 MB each, whatever the header claims
 
 
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_damage_is_refused_or_harmless(small: Path, data: st.DataObject) -> None:
     original = small.read_bytes()

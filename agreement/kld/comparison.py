@@ -114,11 +114,13 @@ def check_same_text(base: LogitsFile, test: LogitsFile) -> None:
 def _scored_chunks(base: LogitsFile, test: LogitsFile, n_threads: int) -> Generator[ScoredChunk, None, None]:
     n_rows, n_chunk = base.n_rows, min(base.n_chunk, test.n_chunk)
     step = max(1, BLOCK_BYTES // base.row_bytes)
-    blocks = iter(range(0, n_chunk * n_rows, step))
+    starts = range(0, n_chunk * n_rows, step)
+    blocks = iter(starts)
     targets = base.targets.reshape(-1)
     index, pending = 0, np.empty(0, dtype=SCORES)
     with ExitStack() as stack:
-        spaces = [_Workspace(base, test, min(step, n_chunk * n_rows), stack) for _ in range(max(1, n_threads))]
+        n_spaces = max(1, min(n_threads, len(starts)))
+        spaces = [_Workspace(base, test, min(step, n_chunk * n_rows), stack) for _ in range(n_spaces)]
         free: queue.SimpleQueue[_Workspace] = queue.SimpleQueue()
         for space in spaces:
             free.put(space)

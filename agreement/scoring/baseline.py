@@ -208,7 +208,8 @@ def check_finite(block: Float32Array, best: Float32Array, first_row: int) -> Non
         EngineError: Some logit is not finite; names the first such row and how many rows have one.
     """
     # A NaN anywhere makes the sum NaN, and so does +inf with -inf; float32 sums of finite logits stay far from inf.
-    bad = ~(np.isfinite(best) & np.isfinite(block.sum(axis=1)))
+    with np.errstate(invalid="ignore", over="ignore"):
+        bad = ~(np.isfinite(best) & np.isfinite(block.sum(axis=1)))
     if bad.any():
         row = first_row + int(np.argmax(bad))
         values = block[int(np.argmax(bad))]
@@ -223,10 +224,12 @@ def top_indices(block: Float32Array, k: int) -> NDArray[np.int64]:
     are thinned first: the k-th largest of the maxima of disjoint groups is a lower bound for the k-th largest value.
     """
     r, n = block.shape
-    groups = max(_STRIDE_GROUPS, 1)
-    if n < 16 * groups * 4 or k * 4 > n // groups:
+    groups = _STRIDE_GROUPS
+    if r == 0:
+        return np.empty((0, min(k, n)), np.int64)
+    if n < 64 * groups or k * 4 > n // groups:
         rows = [np.lexsort((np.arange(n), -row))[:k] if n <= 512 else _top_of(row, np.arange(n), k) for row in block]
-        return np.stack(rows) if r else np.empty((0, k), np.int64)
+        return np.stack(rows)
     whole = n // groups * groups
     maxima = block[:, :whole].reshape(r, groups, -1).max(axis=1)  # groups of every (n // groups)-th value
     bound = np.partition(maxima, maxima.shape[1] - k, axis=1)[:, -k]

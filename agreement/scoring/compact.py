@@ -6,6 +6,7 @@ divergence.  Derived in `docs/method.md`; everything here is float64, so that th
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,8 +24,9 @@ ROOT = 4.0
 _NUMBERS = 8  # float64 fields of a row
 _UNIT = 2.0**-24  # half a unit in the last place of float32, relative
 _MARGIN = 1e-10  # rounding of float64 sums over a vocabulary, relative to the largest log-probability in them
-_SAMPLE = 2048  # tail tokens looked at to choose a multiplier; any multiplier gives a valid bound
-_MULTIPLIERS = np.geomspace(0.1, 100, 25)
+_SAMPLE = 1024  # tail tokens looked at to choose a multiplier; any multiplier gives a valid bound
+_MULTIPLIERS = np.geomspace(0.1, 100, 16)
+_buffers = threading.local()
 
 
 @dataclass(frozen=True)
@@ -203,13 +205,18 @@ def _dual(
 
 
 def _log_softmax(block: Float32Array) -> tuple[Float64Array, Float64Array]:
-    """Return log-probabilities and probabilities, both of the block's shape.
+    """Return log-probabilities and probabilities, both of the block's shape, in this thread's two buffers.
 
-    Callers write into both: a fresh array of this size costs as much as the arithmetic in it.
+    Callers write into both; they hold until the next call in the same thread.  Fresh arrays of this size would come
+    from the system each time, page by page, which takes longer than all the arithmetic.
     """
-    logprobs: Float64Array = block.astype(np.float64)
-    logprobs -= logprobs.max(axis=1, keepdims=True)
-    p: Float64Array = np.exp(logprobs)
+    if getattr(_buffers, "shape", None) != block.shape:
+        _buffers.shape, _buffers.pair = block.shape, (np.empty(block.shape), np.empty(block.shape))
+    logprobs: Float64Array
+    p: Float64Array
+    logprobs, p = _buffers.pair
+    np.subtract(block, block.max(axis=1, keepdims=True), out=logprobs, dtype=np.float64)
+    np.exp(logprobs, out=p)
     total = p.sum(axis=1, keepdims=True)
     logprobs -= np.log(total)
     p /= total
