@@ -14,7 +14,7 @@ import numpy as np
 
 from agreement import intervals
 from agreement.errors import GateError, StoreError
-from agreement.records import Counts, Difference, Estimate, Float64Array, Report, Row
+from agreement.records import Counts, Difference, Estimate, Float64Array, Metric, Report, Row
 from agreement.settings import AGAIN
 
 DEFAULT_CONFIDENCE = 0.95
@@ -57,6 +57,7 @@ class RunCounts:
         notes: Warnings and remarks that belong to the whole run.
         seed: Seeds the resampling.
         baseline_expert_bytes: Bytes of routed experts that the baseline reads per token, or None.
+        chunks_fingerprint: Digest of the token windows: runs with the same one can be compared cluster by cluster.
     """
 
     title: str
@@ -66,6 +67,7 @@ class RunCounts:
     notes: tuple[str, ...]
     seed: int
     baseline_expert_bytes: int | None = None
+    chunks_fingerprint: str = ""
 
 
 def make_report(
@@ -165,6 +167,44 @@ def differences(run: RunCounts, against: str, *, confidence: float = DEFAULT_CON
     return tuple(result)
 
 
+def changes(
+    now: RunCounts, earlier: RunCounts, metric: Metric, *, confidence: float = DEFAULT_CONFIDENCE
+) -> dict[str, Estimate]:
+    """Return the change of a metric since an earlier run over the same chunks, by setting, paired by cluster.
+
+    A setting that either run lacks is left out, and so is everything if the chunks are not the same, or for a metric
+    that is no sum over clusters (`ppl_delta`): the change of such must be judged from both intervals.
+    """
+    if not now.chunks_fingerprint or now.chunks_fingerprint != earlier.chunks_fingerprint or metric == "ppl_delta":
+        return {}
+    then = {s.setting: s for s in earlier.settings}
+    found = {}
+    for s in now.settings:
+        if s.setting not in then:
+            continue
+        a, b = (_metric_sums(x, metric) for x in (s, then[s.setting]))
+        n = s.column("n")
+        rng = np.random.default_rng([now.seed, 20])
+        if np.array_equal(a, b):
+            k = int((n > 0).sum())
+            note = "the same in every cluster"
+            found[s.setting] = Estimate(0.0, 0.0, 0.0, confidence, "paired, no change", k, int(n.sum()), note=note)
+        elif metric == "ppl_ratio":  # exp of one mean minus exp of another, which is what ppl_delta estimates
+            found[s.setting] = intervals.ppl_delta(b, a, n, rng=rng, confidence=confidence)
+        else:
+            limit = 1.0 if metric == "agreement" else None
+            found[s.setting] = intervals.difference(a, b, n, rng=rng, limit=limit, confidence=confidence)
+    return found
+
+
+def _metric_sums(s: SettingCounts, metric: Metric) -> Float64Array:
+    if metric == "agreement":
+        return s.column("n_agree")
+    if metric == "kld":
+        return _kld_middle(s)
+    return s.column("nll_test") - s.column("nll_base")
+
+
 def _near_the_floor(run: RunCounts, confidence: float) -> dict[str, str]:
     """Return a warning for each setting whose agreement is not distinguishable from the noise floor's."""
     floors = [s.setting for s in run.settings if s.setting.endswith(AGAIN)]
@@ -209,6 +249,7 @@ def counts_to_json(run: RunCounts) -> dict[str, object]:
         "notes": list(run.notes),
         "seed": run.seed,
         "baseline_expert_bytes": run.baseline_expert_bytes,
+        "chunks_fingerprint": run.chunks_fingerprint,
         "clusters": list(run.clusters),
         "settings": [
             {
@@ -264,6 +305,7 @@ def _parse_counts(data: dict[str, Any]) -> RunCounts:
         notes=tuple(str(n) for n in _list(data["notes"])),
         seed=int(str(data["seed"])),
         baseline_expert_bytes=data["baseline_expert_bytes"],
+        chunks_fingerprint=str(data["chunks_fingerprint"]),
     )
 
 

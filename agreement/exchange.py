@@ -162,7 +162,7 @@ def _import_setting(
     run: RunStore, base: LogitsFile, setting: Setting, file: LogitsFile, n_chunks: int, progress: ProgressCall
 ) -> None:
     identical = True
-    rounding, clipped = 0.0, 0.0
+    rounding, clipped, clipped_targets = 0.0, 0.0, 0
     with contextlib.closing(score_files(base, file)) as scored:
         chunk: ScoredChunk
         for chunk in scored:
@@ -171,6 +171,7 @@ def _import_setting(
             identical &= chunk.identical
             rounding += float(chunk.kld_rounding.sum(dtype=np.float64))
             clipped = max(clipped, float(chunk.clipped_mass.max(initial=0)))
+            clipped_targets += max(chunk.n_base_targets_clipped, chunk.n_test_targets_clipped)
             run.write_chunk(setting.name, chunk.index, record_arrays(chunk.scores), {"logits_xxh3": ""})
             progress(setting.name, chunk.index + 1, n_chunks)
     if identical:
@@ -183,6 +184,10 @@ def _import_setting(
     if clipped > 0:
         warnings.append(
             f"up to {clipped:.2g} of the baseline's probability is on tokens that this file clips: KLD may be larger"
+        )
+    if clipped_targets:
+        warnings.append(
+            f"at {clipped_targets} positions the true token is clipped in a file: perplexities are lower bounds there"
         )
     facts = {"experts": setting.experts, "expert_bytes": None, "overrides": [], "model": None, "warnings": warnings}
     run.header["settings"].append(setting.name)

@@ -197,14 +197,15 @@ def not_worse(
     margin: float,
     *,
     settings: Sequence[str] | None = None,
+    paired: Mapping[str, Estimate] | None = None,
 ) -> tuple[Judgement, ...]:
     """Hold a report against an earlier one: no setting may have become worse by more than a margin.
 
     The change of a setting is its value now minus its value then. Its interval treats both runs as independent and
     adds the sides of theirs in squares (Zou and Donner 2008, "Construction of confidence limits about effect
     measures: a general approach", Statistics in Medicine 27): for values `v`, ends `l` and `u`, now 1 and earlier 2,
-    from `v1 - v2 - sqrt((v1 - l1)**2 + (u2 - v2)**2)` to `v1 - v2 + sqrt((u1 - v1)**2 + (v2 - l2)**2)`. For runs on
-    the same text that is wider than a paired interval would be, which needs the clusters of both.
+    from `v1 - v2 - sqrt((v1 - l1)**2 + (u2 - v2)**2)` to `v1 - v2 + sqrt((u1 - v1)**2 + (v2 - l2)**2)`. For runs over
+    the same chunks that is wider than it need be: then give the paired changes, see `agreement.analysis.changes`.
 
     Args:
         now: The report to judge.
@@ -212,6 +213,7 @@ def not_worse(
         metric: What to compare. More is better for agreement, less for the others.
         margin: Worsening that is allowed, not negative; for agreement as a fraction.
         settings: What to compare; None for every setting of the earlier report.
+        paired: Changes estimated cluster by cluster, by setting; where there is one it is used.
 
     Returns:
         One judgement a setting, its estimate the change.
@@ -240,7 +242,9 @@ def not_worse(
         better = _MORE_IS_BETTER[metric]
         bound = -margin if better else margin
         requirement = Requirement(setting, metric, ">=" if better else "<=", bound, against=name)
-        judgements.append(_judged(requirement, *_change(present, past)))
+        change = None if paired is None else paired.get(setting)
+        sides = _change(present, past) if change is None else (change, _Sides.of(change))
+        judgements.append(_judged(requirement, *sides))
     if not judgements:
         raise GateError(f"{name} has no setting to compare with; name a report that has rows")
     return tuple(judgements)

@@ -260,6 +260,7 @@ def summarise(run: RunStore) -> RunCounts:
         notes=(*about["model"]["warnings"], *about["corpus"]["notes"], *chunks.notes),
         seed=chunks.seed,
         baseline_expert_bytes=about["model"].get("expert_bytes"),
+        chunks_fingerprint=chunks.fingerprint,
     )
 
 

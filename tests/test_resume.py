@@ -109,19 +109,6 @@ def test_killed_at_a_random_moment(
     assert snapshot(out) == unbroken
 
 
-def test_killed_before_the_run_began(tmp_path: Path, qwen: Path, texts: Path, unbroken: dict[str, bytes]) -> None:
-    """What such a start leaves is no run: the same command, without `--resume`, begins anew; with it, too."""
-    for arguments in ((), ("--resume",)):
-        out = tmp_path / ("resumed" if arguments else "again") / "run"
-        out.mkdir(parents=True)
-        (out / ".lock").touch()
-        (out / "engine.log").write_text("half a li", encoding="utf-8")
-        (out / "chunks.agr").write_bytes(unbroken["chunks.agr"])
-        (out / ".run.json.partial").write_bytes(unbroken["run.json"][:100])
-        assert run_command("sweep", qwen, texts, "-o", out, *OPTIONS, *arguments).returncode == 0
-        assert snapshot(out) == unbroken
-
-
 @pytest.fixture
 def complete(tmp_path: Path, qwen: Path, text_folder: Path) -> Path:
     """Return a complete short run."""
@@ -135,6 +122,22 @@ def sweep_short(model: Path, corpus: Path, out: Path, **changed: Any) -> list[Pr
     arguments: dict[str, Any] = {"experts": (4, 2), "chunks": SHORT, "options": FOUR_AT_A_TIME, "in_process": True}
     sweep(model, corpus, out, listener=Listener(progress=told.append), **{**arguments, **changed})
     return told
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_killed_before_the_run_began(
+    resume: bool, tmp_path: Path, qwen: Path, text_folder: Path, complete: Path
+) -> None:
+    """What such a start leaves is no run: the same command, without `--resume`, begins anew; with it, too."""
+    whole = snapshot(complete)
+    out = tmp_path / "other" / "run"
+    out.mkdir(parents=True)
+    (out / ".lock").touch()
+    (out / "engine.log").write_text("half a li", encoding="utf-8")
+    (out / "chunks.agr").write_bytes(whole["chunks.agr"])
+    (out / ".run.json.partial").write_bytes(whole["run.json"][:100])
+    sweep_short(qwen, text_folder, out, resume=resume)
+    assert snapshot(out) == whole
 
 
 def test_resuming_a_complete_run_does_nothing(complete: Path, qwen: Path, text_folder: Path) -> None:

@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from agreement.report import Format
 
 _FORMATS = ["text", "markdown", "csv", "json", "html"]
-_truncated = click.option(
-    "--truncated", "allow_truncated", is_flag=True, help="Use the whole chunks of a file that was cut short."
-)
+_truncated = click.option("--allow-truncated", is_flag=True, help="Use the whole chunks of a file that was cut short.")
 
 
 @click.group("kld")
@@ -36,7 +34,7 @@ def info_command(file: str, allow_truncated: bool) -> None:
     """
     from agreement.kld import facts, open_logits_file
 
-    found = facts(open_logits_file(file, allow_truncated=allow_truncated))
+    found = facts(open_logits_file(file, allow_truncated=allow_truncated, every_row=True))
     width = max(map(len, found))
     for name, value in found.items():
         click.echo(f"{name:<{width}}  {value}")

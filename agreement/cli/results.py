@@ -80,9 +80,10 @@ def gate_command(
     agreement gate runs/code --require "experts=7 agreement>=90%" --require "experts=6 kld<=0.05"
     agreement gate runs/code --against reports/last.json --margin "agreement 1%"
     """
+    from agreement.analysis import changes
     from agreement.gate import exit_code, judge, not_worse, overall, parse_margin, parse_requirement, read_requirements
     from agreement.report import as_dict, render_judgements
-    from agreement.runs import load_report
+    from agreement.runs import load_counts, load_report
 
     wanted = [parse_requirement(text) for text in requirements]
     default = Path("agreement.toml")
@@ -96,9 +97,11 @@ def gate_command(
     judgements = [judge(reports[r.confidence or confidence], r) for r in wanted]
     if against is not None:
         earlier = as_dict(load_report(against, confidence=confidence))
+        (now, _), (then, _) = load_counts(run), load_counts(against)
         for text in margins:
             metric, margin = parse_margin(text)
-            judgements += not_worse(reports[confidence], earlier, metric, margin)
+            paired = changes(now, then, metric, confidence=confidence)
+            judgements += not_worse(reports[confidence], earlier, metric, margin, paired=paired)
     verdict = overall(judgements)
     click.echo(render_judgements(judgements, verdict, form), nl=False)
     ctx.exit(exit_code(verdict))
