@@ -94,7 +94,14 @@ def one_pass_layout(
     size = 1 + max(stop - start for start, stop in groups)
     together = max(1, min(room // size, n_ubatch // (size * n_ctx), n_chunks))
     piece = min(n_ctx, n_ubatch // (size * together))
+    # As many blocks and pieces as that takes, but of equal size: the last one would cost as much as a full one.
+    together, piece = _even(n_chunks, together), _even(n_ctx, piece)
     return Layout(groups, together, size * together, piece, size * together * piece)
+
+
+def _even(total: int, most: int) -> int:
+    """Return the size of the largest part when `total` is cut in as few and as equal parts of at most `most`."""
+    return -(-total // -(-total // most))
 
 
 def setting_policy(setting: Setting) -> Policy:

@@ -118,9 +118,7 @@ def test_differences_are_paired() -> None:
 def test_settings_near_the_noise_floor_are_marked() -> None:
     floor = SettingCounts("experts=8,again", 8, None, SIX)
     like_it = SettingCounts("experts=7", 7, None, SIX)
-    far = SettingCounts(
-        "experts=1", 1, None, tuple(replace(c, n_agree=k) for c, k in zip(SIX, (1, 2, 1), strict=True))
-    )
+    far = SettingCounts("experts=1", 1, None, tuple(replace(c, n_agree=k) for c, k in zip(SIX, (1, 2, 1), strict=True)))
     report = make_report(replace(RUN, settings=(like_it, floor, far)))
     marked = [any("noise floor" in w for w in row.warnings) for row in report.rows]
     assert marked == [True, False, False]

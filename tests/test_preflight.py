@@ -77,7 +77,7 @@ def test_a_nan_outside_the_scored_range_is_nobodys_business() -> None:
 class LateNan(FakeEngine):
     """Breaks in the third call only: the other shape."""
 
-    def decode(self, tokens, first, last, *, piece=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201, D102
+    def decode(self, tokens, first, last, *, piece=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
         self.nan_at = FIRST if len(self.calls) == 2 else None
         return super().decode(tokens, first, last, piece=piece)
 

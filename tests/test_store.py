@@ -396,7 +396,7 @@ def test_a_run_is_locked_against_other_processes(tmp_path: Path, monkeypatch: py
     try:
         assert ready.wait(30)
         with pytest.raises(StoreError, match="is in use by another process; wait for it to end"):
-            RunStore(tmp_path, {}).lock().__enter__()  # noqa: PLC2801  # it must raise before the body
+            RunStore(tmp_path, {}).lock().__enter__()  # it must raise before the body
     finally:
         leave.set()
         other.join(30)

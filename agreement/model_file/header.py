@@ -55,11 +55,13 @@ class Tensor:
         name: Its name, e.g. `blk.0.ffn_up_exps.weight`.
         shape: Its dimensions, fastest first, as GGUF stores them.
         n_bytes: Size of its data.
+        start: Where its data begins in the file, bytes.
     """
 
     name: str
     shape: tuple[int, ...]
     n_bytes: int
+    start: int
 
 
 @dataclass(frozen=True)
@@ -250,10 +252,11 @@ def _with_sizes(path: str, infos: list[_Info], data_offset: int, file_size: int)
         block, size = _type_sizes().get(info.kind, (0, 0))
         gap = following.get(info.offset, info.offset) - info.offset
         n_bytes = prod(info.shape) // block * size if block else gap
-        end = data_offset + info.offset + n_bytes
+        start = data_offset + info.offset
+        end = start + n_bytes
         if end > file_size:
             raise ModelFileError(
                 f"{path}: cut short, tensor {info.name!r} ends at byte {end} of {file_size}; get the file again"
             )
-        tensors[info.name] = Tensor(info.name, info.shape, n_bytes)
+        tensors[info.name] = Tensor(info.name, info.shape, n_bytes, start)
     return tuple(tensors.values())

@@ -94,7 +94,7 @@ def encode_rows(
     """Keep what is needed of baseline logits.
 
     Args:
-        logits: (n, n_vocab) float32, C-contiguous; only read.
+        logits: (n, n_vocab) float32, copied if not C-contiguous (sums over strided rows are less exact); only read.
         targets: (n,) int32 ids of the true next tokens.
         top_k: Tokens kept exactly, at least 2 unless the vocabulary is smaller.
         full: Keep the rest of the distribution as 16-bit codes over each row's own range, else as `CompactRows`.
@@ -104,6 +104,7 @@ def encode_rows(
     Raises:
         EngineError: A logit is NaN or infinite; the message names the row.
     """
+    logits = np.ascontiguousarray(logits)
     n, n_vocab = logits.shape
     top_k = min(top_k, n_vocab)
     target_logprob, logsumexp = np.empty(n, np.float32), np.empty(n, np.float32)

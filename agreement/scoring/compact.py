@@ -198,9 +198,9 @@ def _dual(
     np.subtract(least[:, None], test, out=buffer)
     buffer /= mu[:, None]
     np.exp(buffer, out=buffer)
-    with np.errstate(divide="ignore"):  # a sample may hold no tail token
+    with np.errstate(divide="ignore", invalid="ignore"):  # a sample may hold no tail token, a tail no mass
         log_sum = np.log(buffer.sum(axis=1)) + missing - least / mu
-    bound: Float64Array = entropy + mu * (entropy + mass * (log_sum - log_mass))
+        bound: Float64Array = entropy + mu * (entropy + mass * (log_sum - log_mass))
     return bound
 
 

@@ -45,13 +45,14 @@ def score_rows(base: BaselineRows, logits: Float32Array, *, pool: ThreadPoolExec
 
     Args:
         base: The baseline at these positions.
-        logits: (n, n_vocab) float32, C-contiguous; only read.
+        logits: (n, n_vocab) float32, copied if not C-contiguous; only read.
         pool: Threads to spread the rows over.
 
     Raises:
         IdentityError: Another vocabulary or number of positions than the baseline's.
         EngineError: A logit is NaN or infinite.
     """
+    logits = np.ascontiguousarray(logits)
     n, n_vocab = logits.shape
     if (n, n_vocab) != (len(base.target), base.n_vocab):
         raise IdentityError(
