@@ -359,6 +359,8 @@ def test_rows_with_strides() -> None:
 def test_layout_of_whole_chunks() -> None:
     # 5 settings and the baseline, 512 tokens: 3,072 a chunk, two chunks in 8,192.
     assert one_pass_layout(5, 24, 512, 8192) == Layout(((0, 5),), 2, 12, 512, 6144)
+    # 10 chunks fit a batch, but 24 are three blocks of 8 then as well.
+    assert one_pass_layout(5, 24, 512, 10 * 3072).chunks_per_block == 8
     # Not more chunks than there are, and not more sequences than llama.cpp takes: 256 // 6 = 42 chunks.
     assert one_pass_layout(5, 1, 512, 8192).chunks_per_block == 1
     assert one_pass_layout(5, 999, 512, 1 << 20).n_sequences == 252
@@ -366,8 +368,8 @@ def test_layout_of_whole_chunks() -> None:
 
 
 def test_layout_in_pieces() -> None:
-    # 6 sequences in 512 tokens: 85 of each at a time.
-    assert one_pass_layout(5, 24, 512, 512) == Layout(((0, 5),), 1, 6, 85, 510)
+    # 6 sequences in 512 tokens: at most 85 of each at a time, so 7 pieces, and 7 pieces of 74 hold 512.
+    assert one_pass_layout(5, 24, 512, 512) == Layout(((0, 5),), 1, 6, 74, 444)
     assert one_pass_layout(5, 24, 512, 512).n_tokens(5, 24, 512) == 6 * 24 * 512
 
 

@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]
 
+# A model that streams from disk must not be read once more only to be named.
+FULL_BYTES = 1_000_000_000
 _BLOCK = 1 << 22  # bytes read at a time; memory does not grow with the file
 _SAMPLES = 64  # blocks a shard in the quick digest
 _SAMPLE = 1 << 16  # bytes a block
 
 
-def model_digest(model: ModelFile, progress: Progress | None = None, *, quick: bool = False) -> str:
+def model_digest(model: ModelFile, progress: Progress | None = None, *, quick: bool | None = None) -> str:
     """Return a digest of the model's files.
 
     The full digest is the 128-bit xxh3 of all shards' bytes one after the other, `cat SHARDS | xxhsum -H2`, and reads
@@ -39,7 +41,7 @@ def model_digest(model: ModelFile, progress: Progress | None = None, *, quick: b
     Args:
         model: What to hash.
         progress: Called with bytes done and bytes in all.
-        quick: Hash samples only.
+        quick: Hash samples only; None does so for models of more than FULL_BYTES.
 
     Returns:
         `xxh3-128:` or `xxh3-128-sampled:` and 32 hexadecimal digits.
@@ -47,6 +49,7 @@ def model_digest(model: ModelFile, progress: Progress | None = None, *, quick: b
     Raises:
         ModelFileError: A file cannot be read, or became shorter.
     """
+    quick = model.bytes_total > FULL_BYTES if quick is None else quick
     spans = [(path, _quick_spans(path) if quick else [(0, _size(path))]) for path in model.shards]
     total = sum(length for _, parts in spans for _, length in parts)
     state = xxhash.xxh3_128()
