@@ -22,8 +22,7 @@ from agreement.engine import Engine, LogitsPart, load_engine
 from agreement.engine.hook import Kept
 from agreement.engine.options import MAX_SEQUENCES
 from agreement.errors import EngineError, NoEffectError, SettingError, UsageError
-from agreement.recording import LogitsMode, Progress, ProgressListener, record_arrays
-from agreement.recording import _join as join_rows
+from agreement.recording import LogitsMode, Progress, ProgressListener, join_rows, record_arrays
 from agreement.records import ChunkSet, EngineOptions, Float32Array, Int32Array, ModelFile, Setting
 from agreement.routing import Policy, parse_policy
 from agreement.scoring import BaselineRows, RowScores, default_top_k, encode_rows, position_scores, score_rows

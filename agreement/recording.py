@@ -279,11 +279,11 @@ class _ChunkLogits:
         return self._hash.hexdigest()
 
     def baseline_rows(self) -> BaselineRows:
-        rows: BaselineRows = _join(BaselineRows, self._rows)
+        rows: BaselineRows = join_rows(BaselineRows, self._rows)
         return rows
 
     def row_scores(self) -> RowScores:
-        rows: RowScores = _join(RowScores, self._rows)
+        rows: RowScores = join_rows(RowScores, self._rows)
         return rows
 
     def base(self, run: RunStore) -> BaselineRows:
@@ -360,7 +360,7 @@ def _slice_rows(rows: BaselineRows, start: int, stop: int) -> BaselineRows:
     return replace(rows, **cut)
 
 
-def _join(kind: type[Any], parts: list[Any]) -> Any:
+def join_rows(kind: type[Any], parts: list[Any]) -> Any:
     """Concatenate records of arrays along their rows; a single part is returned as it is, uncopied."""
     if len(parts) == 1:
         return parts[0]

@@ -6,7 +6,11 @@ from pathlib import Path
 
 import models
 import pytest
+from hypothesis import settings
 from small_runs import write_corpus
+
+settings.register_profile("agreement", deadline=None)  # a busy machine is no failure
+settings.load_profile("agreement")
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from agreement.settings import BASELINE, metadata_overrides
 
 N_EXPERT_USED = 8
 INFO = EngineInfo(name="fake", binding="fake 1.0", version="none")
+NO_OVERRIDE = SettingProof((), N_EXPERT_USED)
 
 
 def fake_logits(tokens: Int32Array, n_vocab: int, *, missing_experts: int = 0) -> Float32Array:
@@ -59,7 +60,7 @@ class FakeEngine:
     rows_per_part: int | None = None
     options: EngineOptions = field(default_factory=lambda: EngineOptions(n_threads=1))
     info: EngineInfo = INFO
-    proof: SettingProof = SettingProof((), N_EXPERT_USED)
+    proof: SettingProof = NO_OVERRIDE
     calls: list[tuple[int, int | None]] = field(default_factory=list)
     closed: bool = False
 

@@ -60,7 +60,7 @@ def command_line(*arguments: str | Path) -> list[str]:
 
 
 def run_command(
-    *arguments: str | Path, cwd: Path | None = None, timeout: float = 60
+    *arguments: str | Path, cwd: Path | None = None, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
     """Run `agreement` with `arguments` to its end."""
     return subprocess.run(
@@ -81,7 +81,7 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def wait_for(condition: Callable[[], object], *, seconds: float = 30) -> None:
+def wait_for(condition: Callable[[], object], *, seconds: float = 120) -> None:
     """Wait until `condition()` is true.
 
     Raises:

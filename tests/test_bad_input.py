@@ -393,7 +393,8 @@ def test_damaged_recording(recorded: Place, name: str, damage: str) -> None:
     with pytest.raises(StoreError) as caught:
         compare(recorded.out, experts=(4,), in_process=True)
     one_line(str(caught.value))
-    assert str(path) in str(caught.value)
+    where = recorded.out if damage == "gone" else path
+    assert str(where) in str(caught.value)
     after = snapshot(recorded.out)
     whole = {k for k in after if k.startswith("settings/")}
     assert all(f"chunk-00000{i}" not in k for k in whole for i in range(5, 10))  # nothing from the damage on
@@ -402,7 +403,7 @@ def test_damaged_recording(recorded: Place, name: str, damage: str) -> None:
     }
     assert not RunStore.open(recorded.out).is_finished("experts=4")
     if name == "baseline":
-        check_command(str(path), "compare", recorded.out, "--experts", "4", "-q")
+        check_command(str(where), "compare", recorded.out, "--experts", "4", "-q")
 
 
 def test_any_flipped_byte_of_a_recording_is_found(recorded: Place) -> None:
@@ -502,7 +503,7 @@ def test_file_that_may_not_grow(place: Place) -> None:
     arguments = ("sweep", model, place.corpus, "--experts", "4", "-o", place.out, "-q", *CUT, *ENGINE)
     command = command_line(*arguments)
     result = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=60,
+        command, capture_output=True, text=True, check=False, timeout=300,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
     )  # fmt: skip
     (line,) = result.stderr.splitlines()
@@ -552,7 +553,7 @@ def test_two_processes_on_one_run(place: Place, long_text: Path, unbroken: dict[
         arguments = ("--experts", "7,4,2", "-q", "-o", place.out, *LONG_CUT, *ENGINE, "--resume")
         check_command("is in use by another process", "sweep", place.model, long_text, *arguments)
         os.killpg(first.pid, signal.SIGCONT)
-        assert first.wait(60) == 0
+        assert first.wait(300) == 0
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(first.pid, signal.SIGKILL)
@@ -717,7 +718,7 @@ def test_ctrl_c(place: Place, long_text: Path, unbroken: dict[str, bytes], n_fil
         wait_for(lambda: n_chunks_there(place.out) > n_files)
         worker = worker_of(process.pid)
         os.killpg(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=120)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

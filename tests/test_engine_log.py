@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,7 +61,7 @@ def test_a_load_that_changes_nothing() -> None:
 @given(st.lists(st.integers(0, len(LOAD)), max_size=6))
 def test_where_fragments_end_does_not_matter(cuts: list[int]) -> None:
     ends = [0, *sorted(cuts), len(LOAD)]
-    fragments = [LOAD[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+    fragments = [LOAD[a:b] for a, b in pairwise(ends)]
     heard: list[str] = []
     log = EngineLog(heard.append)
     for fragment in fragments:

@@ -99,9 +99,12 @@ def test_the_report_names_its_command_and_its_misses() -> None:
     scenario = replace(GRID[24, "agreement 0.9, correlation 0.01"], methods=("auto",))
     met = coverage.Row(scenario, {"auto": coverage.Outcome(95.0, 2.0, 3.0, 0.0412)})
     missed = coverage.Row(scenario, {"auto": coverage.Outcome(91.0, 4.0, 5.0, 0.03)})
-    text = coverage.report([met, missed], ["missed: it"], n_draws=2000, seed=7, confidence=0.95, seconds=1.0)
-    assert "python tests/benchmarks/coverage.py --draws 2000 --seed 7 --output reports/coverage.md" in text
+    text = coverage.report(
+        [met, missed], ["missed: it"], ["| dense |"], command="do it", n_draws=2000, confidence=0.95, seconds=1.0
+    )
+    assert "Made by `do it` in 1 s of processor time." in text
     assert "Goals met: 1 of 2." in text
     assert "- missed: it" in text
+    assert text.endswith("10,000 draws each.\n\n| dense |\n")
     assert "| 24 | agreement 0.9, correlation 0.01 | 95.0 (2.0/3.0) 0.0412 | 93.5-96.5 met |" in text
     assert "91.0 (4.0/5.0) 0.0300 | 93.5-96.5 **missed** |" in text

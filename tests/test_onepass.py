@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import ctypes.util
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import llama_cpp.llama_cpp as llama
 import models
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from numpy.typing import NDArray
 
 from agreement.chunks import cut, to_arrays
 from agreement.engine import Engine, LogitsPart, load_engine
-from agreement.engine.hook import Kept, RouterHook, TensorLayout
+from agreement.engine.hook import Kept, RouterHook, TensorLayout, Tensors, _function, _TensorHead
 from agreement.errors import EngineError, NoEffectError, SettingError, UsageError
 from agreement.model_file import read_model_file
 from agreement.onepass import Layout, equality, one_pass_layout, run_one_pass, setting_policy
@@ -105,6 +107,8 @@ def test_every_family_to_the_bit(family: str, defaults: bool, tmp_path: Path) ->
     assert kept == [8, *KEEP] * 2
     assert np.array_equal(one[0][0::6], unrouted[0::6])
     for i, experts in enumerate(KEEP, start=1):
+        if defaults and experts not in (6, 1):  # loads take the time of this test
+            continue
         for found, expected in zip(one, overridden(path, experts, o, tokens, 12, pieces=pieces), strict=True):
             assert np.array_equal(found[i::6], expected[i::6])
         assert np.abs(one[0][i::6] - one[0][0::6]).max() > 0.01  # or equality would prove nothing
@@ -338,6 +342,34 @@ def test_a_failed_callback_is_the_cause_and_not_the_status() -> None:
         hook.during((None, Policy("experts", 1)), 2, np.ones(4, np.bool_)),
     ):
         decode()
+
+
+def test_layout_of_a_node_is_checked() -> None:
+    """The head of a node is read from memory, and held against what the library says of the same memory."""
+    node = _TensorHead.from_buffer(bytearray(512))
+    address = ctypes.addressof(node)
+    node.type, node.ne[:], node.nb[:] = 0, (1, 8, 5, 1), (4, 4, 32, 160)
+    tensors = Tensors(llama)
+    assert tensors.layout(address) == TensorLayout((1, 8, 5, 1), (4, 4, 32, 160), 160)
+    node.nb[2] = 64  # every other row of something larger
+    assert tensors.layout(address).n_bytes == 4 * 64 + 32
+    node.ne[2] = 0
+    assert tensors.layout(address).n_bytes == 0
+    node.ne[2], node.type = 5, 1  # float16
+    with pytest.raises(EngineError, match="not the float32 tensor"):
+        tensors.layout(address)
+
+
+def test_library_beside_the_engine() -> None:
+    """Where a handle does not find the symbols of other libraries, the file beside it does."""
+    other = ctypes.CDLL(ctypes.util.find_library("m"))
+    other._name = llama._lib._name
+    size = _function(SimpleNamespace(_lib=other), "ggml_type_size", ctypes.c_size_t, ctypes.c_int)
+    assert (size(0), size(1)) == (4, 2)  # float32, float16
+    for name in ("ggml_no_such_function", "ggml_type_size"):
+        with pytest.raises(EngineError, match=f"do not offer {name}"):
+            _function(SimpleNamespace(_lib=other), name, ctypes.c_size_t, ctypes.c_int)
+        other._name = "nowhere/libllama.so"
 
 
 def test_rows_with_strides() -> None:

@@ -133,10 +133,13 @@ def test_bad_settings(text: str, message: str) -> None:
 @given(st.text(max_size=30))
 def test_any_text_is_a_setting_or_an_error_of_one_line(text: str) -> None:
     for parse in (s.parse_setting, s.parse_experts, s.parse_override):
+        message = "fine"
         try:
             parse(text)
         except SettingError as error:
-            assert str(error).isprintable() or not text.isprintable()
+            message = str(error)
+        assert message
+        assert message.isprintable() or not text.isprintable()
 
 
 def test_another_model_is_part_of_the_name() -> None:

@@ -112,12 +112,11 @@ def test_every_changed_byte_is_found(folder: Path) -> None:
     write_arrays(path, SMALL, {"chunk": 3})
     whole = path.read_bytes()
     for position in range(len(whole)):
-        for mask in (0x01, 0x80):
-            damaged = bytearray(whole)
-            damaged[position] ^= mask
-            path.write_bytes(damaged)
-            with pytest.raises(StoreError):
-                read_arrays(path)
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << position % 8
+        path.write_bytes(damaged)
+        with pytest.raises(StoreError):
+            read_arrays(path)
 
 
 def test_a_file_cut_anywhere_is_found_even_by_who_reads_a_part(folder: Path) -> None:
@@ -336,10 +335,13 @@ def test_a_run_json_with_any_byte_changed_opens_or_says_so(tmp_path: Path, data:
     damaged = bytearray((tmp_path / "whole").read_bytes())
     damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
     (path / "run.json").write_bytes(damaged)
+    message = "fine"
     try:
         RunStore.open(path).require_identity(IDENTITY)
     except StoreError as error:
-        assert "\n" not in str(error)
+        message = str(error)
+    assert message
+    assert "\n" not in message
 
 
 def test_the_field_that_differs_is_named(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,7 +141,7 @@ def _function(llama: Any, name: str, result: Any, *arguments: Any) -> Callable[.
     except AttributeError:
         folder = Path(str(library._name)).parent  # noqa: SLF001  # ctypes keeps the path under this name
     for path in (folder / file for file in _LIBRARY_NAMES):
-        if path.exists():
+        with suppress(OSError, AttributeError):  # another system's file name, or a library without the symbol
             return prototype((name, ctypes.CDLL(str(path))))
     raise EngineError(f"the engine's libraries do not offer {name}, so no router can be reached; run separate passes")
 

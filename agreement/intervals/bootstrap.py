@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
     from agreement.intervals.clusters import Float64Array, Ratios
 
-# Elements of one (draws, resamples) block: 2**21 float64 are 16 MB, and about ten such blocks live at a time.
-BLOCK = 1 << 21
+# Elements of one (draws, resamples) block: 2**17 float64 are 1 MB, so the ten or so that live at a time stay in cache;
+# blocks of 16 MB take twice as long.
+BLOCK = 1 << 17
 
 
 @dataclass(frozen=True)

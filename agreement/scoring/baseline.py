@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agreement.errors import EngineError
+from agreement.errors import EngineError, StoreError
 from agreement.records import Float32Array, Float64Array, Int32Array
 from agreement.scoring.compact import CompactRows, compact_bytes, encode_compact
 from agreement.scoring.idlist import UInt8Array
@@ -67,7 +67,15 @@ class BaselineRows:
     tail_entropy: Float64Array | None = None
 
     def compact(self, start: int, stop: int) -> CompactRows:
-        """Return rows `[start, stop)` of what the bounds of KLD need; only without codes."""
+        """Return rows `[start, stop)` of what the bounds of KLD need; only without codes.
+
+        Raises:
+            StoreError: The recording kept nothing of the distribution.
+        """
+        if self.listed_codes is None:
+            raise StoreError(
+                "the recording keeps nothing of the distribution beside its top; record the baseline again"
+            )
         return CompactRows(**{f.name: getattr(self, f.name)[start:stop] for f in fields(CompactRows)})
 
 

@@ -362,6 +362,29 @@ def grid() -> list[Scenario]:
     return [scenario for rows, clusters in kinds for k in clusters for scenario in rows(k)]
 
 
+DENSE_CLUSTERS = (6, 7, 9, 10, 11, 12, 14, 16, 20, 32, 64, 200)
+DENSE_SHARES = (0.8, 0.85, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999)
+DENSE_CORRELATIONS = (0.002, 0.01, 0.02, 0.05)
+
+
+def dense(*, n_draws: int, seed: int) -> list[str]:
+    """Return a table of the default's least and largest coverage of agreement between the points of the grid."""
+    lines = ["| clusters | least, agreement to 0.99 | largest | least, agreement above 0.99 |", "|---|---|---|---|"]
+    for k in DENSE_CLUSTERS:
+        found: list[tuple[float, float, float]] = []
+        for share in DENSE_SHARES:
+            for rho in DENSE_CORRELATIONS:
+                draw = beta_binomial(k, share, rho)
+                scenario = Scenario("dense", f"{share:g} {rho:g}", k, share, draw, "share", None, ("auto",))
+                held = run(scenario, n_draws=n_draws, seed=seed).outcomes["auto"].held
+                found.append((held, share, rho))
+        usual = [entry for entry in found if entry[1] <= 0.99]
+        extremes = min(usual), max(usual), min(entry for entry in found if entry[1] > 0.99)
+        cells = [f"{held:.1f} (at {share:g}, {rho:g})" for held, share, rho in extremes]
+        lines.append(f"| {k} | " + " | ".join(cells) + " |")
+    return lines
+
+
 def quick() -> list[Scenario]:
     """Return a small part of the grid that shows each kind once or twice."""
     chosen = []
@@ -406,14 +429,20 @@ def second_look(row: Row, *, n_draws: int, seed: int) -> str:
     )
 
 
-def report(rows: list[Row], again: list[str], *, n_draws: int, seed: int, confidence: float, seconds: float) -> str:
-    """Return all tables as Markdown; `again` is what the second looks said."""
+def report(
+    rows: list[Row],
+    again: list[str],
+    between: list[str],
+    *,
+    command: str,
+    n_draws: int,
+    confidence: float,
+    seconds: float,
+) -> str:
+    """Return all tables as Markdown; `again` is what the second looks said, `between` the dense table."""
     judged = [row for row in rows if row.met is not None]
     missed = [row for row in judged if not row.met]
     error = 100.0 * np.sqrt(confidence * (1.0 - confidence) / n_draws)
-    command = f"python tests/benchmarks/coverage.py --draws {n_draws} --seed {seed} --output reports/coverage.md"
-    if confidence != 0.95:
-        command += f" --confidence {confidence:g}"
     lines = [
         "# Coverage of the intervals",
         "",
@@ -429,6 +458,10 @@ def report(rows: list[Row], again: list[str], *, n_draws: int, seed: int, confid
     ]
     for group in dict.fromkeys(row.scenario.group for row in rows):
         lines += ["", f"## {group}", "", *table([row for row in rows if row.scenario.group == group])]
+    if between:
+        lines += ["", "## Agreement: the default between the points of the grid", ""]
+        lines += [f"Agreements {', '.join(f'{share:g}' for share in DENSE_SHARES)}; correlations"]
+        lines += [f"{', '.join(f'{rho:g}' for rho in DENSE_CORRELATIONS)}; {5 * n_draws:,} draws each.", "", *between]
     return "\n".join(lines) + "\n"
 
 
@@ -451,8 +484,21 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"\r{number}/{len(scenarios)}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     again = [second_look(row, n_draws=options.draws, seed=options.seed) for row in rows if row.met is False]
+    between = [] if options.quick or options.confidence != 0.95 else dense(n_draws=5 * options.draws, seed=options.seed)
     seconds = time.process_time() - start  # of this process: other work on the machine does not count
-    text = report(rows, again, n_draws=options.draws, seed=options.seed, confidence=options.confidence, seconds=seconds)
+    command = f"python tests/benchmarks/coverage.py --draws {options.draws} --seed {options.seed}"
+    command += f" --confidence {options.confidence:g}" if options.confidence != 0.95 else ""
+    command += " --quick" if options.quick else ""
+    command += f" --output {options.output}" if options.output else ""
+    text = report(
+        rows,
+        again,
+        between,
+        command=command,
+        n_draws=options.draws,
+        confidence=options.confidence,
+        seconds=seconds,
+    )
     print(text)
     if options.output:
         options.output.write_text(text, encoding="utf-8")
