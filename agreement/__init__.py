@@ -13,12 +13,13 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from agreement.plan import ChunkOptions
-    from agreement.runs import compare, load_report, record, sweep
+    from agreement.runs import compare, record, sweep
+    from agreement.summary import load_report
 
 _HOMES = {
     "ChunkOptions": "agreement.plan",
     "compare": "agreement.runs",
-    "load_report": "agreement.runs",
+    "load_report": "agreement.summary",
     "record": "agreement.runs",
     "sweep": "agreement.runs",
 }

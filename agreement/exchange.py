@@ -27,10 +27,10 @@ from agreement.kld import (
 )
 from agreement.recording import baseline_rows, load_chunks, record_arrays
 from agreement.records import ChunkSet, Report, Setting
-from agreement.runs import finish
 from agreement.scoring import FULL_TOP_K, BaselineRows, quantised_rows
 from agreement.settings import parse_setting
 from agreement.store import BASELINE_PASS, RunStore
+from agreement.summary import finish
 
 ProgressCall = Callable[[str, int, int], None]
 ENGINE_NAME = "logits file of llama-perplexity"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from agreement.settings import check_against_model, metadata_overrides
 from agreement.workers import Runner
 
 _ROW_BYTES_SCORES = 7 * 4 + 2 * 4 + 1
+
+
+Passes = Literal["auto", "one", "separate"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class Plan:
         settings: Settings to run after the baseline.
         logits: What the recording keeps of the distribution.
         top_k: Tokens kept exactly a position.
+        passes: Whether settings run in `one` pass or in `separate` ones.
+        passes_reason: Why, one line.
         sizes: Bytes of the recording by logits mode, to choose between.
         identity: What must be equal for two passes to be comparable.
         about: What is worth knowing beside it.
@@ -67,6 +72,8 @@ class Plan:
     settings: tuple[Setting, ...]
     logits: LogitsMode
     top_k: int
+    passes: Passes
+    passes_reason: str
     sizes: dict[str, int]
     identity: dict[str, Any]
     about: dict[str, Any]
@@ -107,6 +114,7 @@ def make_plan(
     *,
     logits: LogitsMode = "full",
     top_k: int | None = None,
+    passes: Passes = "auto",
 ) -> Plan:
     """Tokenise the corpus, cut it into chunks and work out sizes and identity.
 
@@ -132,6 +140,7 @@ def make_plan(
         first=options.first,
         bos=vocabulary.bos,
     )
+    mode, reason = choose_passes(passes, settings, model)
     kept = top_k or default_top_k(vocabulary.n_vocab, full=logits == "full")
     return Plan(
         model=model,
@@ -141,12 +150,44 @@ def make_plan(
         settings=tuple(settings),
         logits=logits,
         top_k=kept,
+        passes=mode,
+        passes_reason=reason,
         sizes={
             mode: recording_bytes(cut, vocabulary.n_vocab, full=mode == "full", top_k=top_k) for mode in ("full", "top")
         },
-        identity=_identity(model, vocabulary, cut, logits, kept),
+        identity=_identity(model, vocabulary, cut, logits, kept, mode, settings),
         about=_about(model, corpus, cut),
     )
+
+
+def is_routing(setting: Setting) -> bool:
+    """Say whether a setting changes nothing but which experts are used, so that one pass can run it."""
+    return not (setting.overrides or setting.model is not None or setting.again)
+
+
+def is_policy(setting: Setting) -> bool:
+    """Say whether a setting is a routing policy that no metadata override offers, so that only one pass can run it."""
+    return is_routing(setting) and setting.experts is None
+
+
+def choose_passes(asked: Passes, settings: Sequence[Setting], model: ModelFile) -> tuple[Passes, str]:
+    """Return whether settings run in `one` pass or in `separate` ones, and why.
+
+    Raises:
+        SettingError: Separate passes were asked for a policy that only one pass can run, or one pass for a setting
+            that uses more experts than the file.
+    """
+    policies = [s.name for s in settings if is_policy(s)]
+    more = [s.name for s in settings if s.experts is not None and s.experts > (model.n_expert_used or 0)]
+    if policies and (asked == "separate" or more):
+        raise SettingError(f"{policies[0]} needs --passes one, which cannot run {', '.join(more) or 'separate passes'}")
+    if asked == "one" and more:
+        raise SettingError(f"{more[0]} uses more experts than the file; --passes one only drops experts")
+    if policies:
+        return "one", f"{policies[0]} is a routing policy that no metadata override offers"
+    if asked != "auto":
+        return asked, "as asked"
+    return "separate", "fewer experts is also less arithmetic, and each pass loads the model from memory"
 
 
 def recording_bytes(chunks: ChunkSet, n_vocab: int, *, full: bool, top_k: int | None = None) -> int:
@@ -161,7 +202,13 @@ def scores_bytes(chunks: ChunkSet, n_settings: int) -> int:
 
 
 def _identity(
-    model: ModelFile, vocabulary: Vocabulary, chunks: ChunkSet, logits: LogitsMode, top_k: int
+    model: ModelFile,
+    vocabulary: Vocabulary,
+    chunks: ChunkSet,
+    logits: LogitsMode,
+    top_k: int,
+    passes: Passes,
+    settings: Sequence[Setting],
 ) -> dict[str, Any]:
     return {
         "model": {"digest": model_digest(model), "vocabulary": vocabulary.digest, "n_vocab": vocabulary.n_vocab},
@@ -176,7 +223,9 @@ def _identity(
             "last": chunks.last,
             "seed": chunks.seed,
         },
-        "recording": {"logits": logits, "top_k": top_k},
+        "recording": {"logits": logits, "top_k": top_k, "passes": passes},
+        # In one pass the batch's shape, and with it the last bits, depends on how many settings share it.
+        **({"one pass": [s.name for s in settings if is_routing(s)]} if passes == "one" else {}),
     }
 
 
@@ -206,7 +255,8 @@ def _about(model: ModelFile, corpus: Corpus, chunks: ChunkSet) -> dict[str, Any]
 
 def setting_facts(setting: Setting, model: ModelFile, digest: str = "") -> dict[str, Any]:
     """Return what the report will say of a setting, for `run.json`; `digest` is that of another model file, if any."""
-    used = setting.experts if setting.experts is not None else model.n_expert_used
+    # What a policy keeps is known only after its pass.
+    used = setting.experts if setting.experts is not None or is_policy(setting) else model.n_expert_used
     return {
         "experts": used,
         "expert_bytes": None if used is None else model.expert_bytes_per_token(used),

@@ -9,30 +9,22 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from agreement import corpus as corpora
 from agreement import model_file
-from agreement.analysis import (
-    DEFAULT_CONFIDENCE,
-    RunCounts,
-    SettingCounts,
-    by_cluster,
-    counts_from_json,
-    counts_to_json,
-    make_report,
-)
 from agreement.chunks import to_arrays
 from agreement.errors import IdentityError, StoreError, UsageError
-from agreement.intervals import Method
-from agreement.plan import ChunkOptions, Plan, check_settings, make_plan, setting_facts
+from agreement.onepass import PASS_NAME
+from agreement.plan import ChunkOptions, Passes, Plan, check_settings, is_routing, make_plan, setting_facts
 from agreement.preflight import Preflight
-from agreement.recording import LogitsMode, PassRunner, Progress, load_chunks, stored_scores
-from agreement.records import Corpus, Counts, EngineOptions, ModelFile, Report, Setting
-from agreement.scoring import count_chunk
+from agreement.recording import LogitsMode, Progress, load_chunks
+from agreement.records import Corpus, EngineOptions, ModelFile, Report, Setting
+from agreement.runner import FullRunner
 from agreement.settings import BASELINE, experts_setting, with_model
 from agreement.settings import noise_floor as floor_setting
-from agreement.store import BASELINE_PASS, RunStore, read_json
+from agreement.store import BASELINE_PASS, RunStore
+from agreement.summary import finish
 from agreement.workers import Runner, WorkerRunner
 
 
@@ -69,6 +61,7 @@ def sweep(
     chunks: ChunkOptions | None = None,
     logits: LogitsMode = "full",
     options: EngineOptions | None = None,
+    passes: Passes = "auto",
     resume: bool = False,
     in_process: bool = False,
     listener: Listener = SILENT,
@@ -86,6 +79,8 @@ def sweep(
         logits: `full` records the whole distribution in 16 bits a token, `top` the most probable tokens; with `top`
             agreement and perplexity are the same and KLD becomes bounds.
         options: Engine options.
+        passes: `separate` loads the model once a setting; `one` decodes every chunk under all settings side by side
+            and writes no recording; `auto` chooses, see `agreement.plan.choose_passes`.
         resume: Continue the run that is already in `out`; whole chunks are kept.
         in_process: Run the engine in this process instead of a worker.
         listener: Hears how it goes.
@@ -99,9 +94,13 @@ def sweep(
     chosen = (*(experts_setting(n) for n in experts), *settings)
     if noise_floor:
         chosen = (floor_setting(model_file.read_model_file(model)), *chosen)
-    arguments = _Arguments(model, corpus, out, chunks, logits, options, resume, in_process, listener)
-    with _recorded(arguments, chosen) as (run, runner, header):
-        _settings(run, runner, header, chosen, listener)
+    arguments = _Arguments(model, corpus, out, chunks, logits, options, passes, resume, in_process, listener)
+    with _prepared(arguments, chosen) as (run, runner, plan):
+        if plan.passes == "one":
+            _one_pass(run, runner, plan, listener)
+        else:
+            _baseline(run, runner, plan.logits, plan.top_k, listener)
+        _settings(run, runner, plan.model, chosen, listener)
         return finish(run)
 
 
@@ -118,8 +117,9 @@ def record(
     listener: Listener = SILENT,
 ) -> RunStore:
     """Record the baseline alone: the first half of `sweep`, with the same arguments; returns the run."""
-    arguments = _Arguments(model, corpus, out, chunks, logits, options, resume, in_process, listener)
-    with _recorded(arguments, ()) as (run, _, _):
+    arguments = _Arguments(model, corpus, out, chunks, logits, options, "separate", resume, in_process, listener)
+    with _prepared(arguments, ()) as (run, runner, plan):
+        _baseline(run, runner, plan.logits, plan.top_k, listener)
         return run
 
 
@@ -132,14 +132,15 @@ class _Arguments(NamedTuple):
     chunks: ChunkOptions | None
     logits: LogitsMode
     options: EngineOptions | None
+    passes: Passes
     resume: bool
     in_process: bool
     listener: Listener
 
 
 @contextlib.contextmanager
-def _recorded(given: _Arguments, settings: tuple[Setting, ...]) -> Iterator[tuple[RunStore, Runner, ModelFile]]:
-    """Yield a run whose baseline is complete, locked, with the runner that recorded it."""
+def _prepared(given: _Arguments, settings: tuple[Setting, ...]) -> Iterator[tuple[RunStore, Runner, Plan]]:
+    """Yield a planned run, locked, with the runner for its passes."""
     header = model_file.read_model_file(given.model)
     check_settings(settings, header)
     path = Path(given.out)
@@ -149,11 +150,9 @@ def _recorded(given: _Arguments, settings: tuple[Setting, ...]) -> Iterator[tupl
     options = given.options or EngineOptions()
     with _locked_runner(header, options, cutting.n_ctx, path, in_process=given.in_process) as runner:
         text = _corpus(given.corpus)  # while the worker loads its libraries
-        plan = make_plan(header, text, settings, cutting, runner, logits=given.logits)
+        plan = make_plan(header, text, settings, cutting, runner, logits=given.logits, passes=given.passes)
         given.listener.plan(plan)
-        run = _open_or_create(path, plan, resume=given.resume)
-        _baseline(run, runner, plan.logits, plan.top_k, given.listener)
-        yield run, runner, header
+        yield _open_or_create(path, plan, resume=given.resume), runner, plan
 
 
 def compare(
@@ -215,105 +214,6 @@ def compare(
         return finish(run)
 
 
-def load_report(
-    path: str | Path, *, confidence: float = DEFAULT_CONFIDENCE, method: Method = "auto", speeds: bool = True
-) -> Report:
-    """Return the report of a run directory, or of a `report.json` by itself."""
-    counts, measured = load_counts(path)
-    return make_report(counts, confidence=confidence, method=method, speeds=measured if speeds else None)
-
-
-def load_counts(path: str | Path) -> tuple[RunCounts, dict[str, float]]:
-    """Return a run's counts by cluster, and tokens per second by setting where they were measured."""
-    place = Path(path)
-    if place.is_file():
-        return counts_from_json(read_json(place, "there is no such report"), str(place)), {}
-    run = RunStore.open(place)
-    return counts_from_json(run.read_report(), str(place / "report.json")), speeds_of(run)
-
-
-def finish(run: RunStore) -> Report:
-    """Sum up every finished setting of a run, write its `report.json` and return the report."""
-    counts = summarise(run)
-    run.write_report(counts_to_json(counts))
-    return make_report(counts, speeds=speeds_of(run))
-
-
-def summarise(run: RunStore) -> RunCounts:
-    """Add up the position scores of every finished setting, by cluster."""
-    chunks = load_chunks(run)
-    about, identity = run.header["about"], run.header["identity"]
-    settings = []
-    for name in run.header["settings"]:
-        if not run.is_finished(name):
-            continue
-        per_chunk = [count_chunk(stored_scores(run, name, i)) for i in range(chunks.n_chunks)]
-        counts = by_cluster(per_chunk, [int(c) for c in chunks.cluster], len(chunks.cluster_names))
-        facts = about["settings"][name]
-        warnings = (*facts.get("warnings", ()), *_ambiguity(counts))
-        settings.append(SettingCounts(name, facts["experts"], facts["expert_bytes"], counts, warnings))
-    return RunCounts(
-        title=run.path.name,
-        facts=_facts(about, identity),
-        clusters=chunks.cluster_names,
-        settings=tuple(settings),
-        notes=(*about["model"]["warnings"], *about["corpus"]["notes"], *chunks.notes),
-        seed=chunks.seed,
-        baseline_expert_bytes=about["model"].get("expert_bytes"),
-        chunks_fingerprint=chunks.fingerprint,
-    )
-
-
-def _ambiguity(counts: tuple[Counts, ...]) -> tuple[str, ...]:
-    """Say how far the agreement may be off where the numbers came from codes."""
-    total = sum(counts, Counts())
-    if not total.n_ambiguous:
-        return ()
-    share = 100 * total.n_ambiguous / total.n
-    where = f"at {total.n_ambiguous} of {total.n} positions the two best tokens share a code"
-    return (f"quantised: {where}, so agreement may be off by up to {share:.2f} points",)
-
-
-def speeds_of(run: RunStore) -> dict[str, float]:
-    """Return tokens per second of each pass, scoring included and loading not; resumed parts are added up."""
-    tokens: dict[str, float] = {}
-    seconds: dict[str, float] = {}
-    for entry in run.read_timings():
-        name = str(entry.get("pass"))
-        tokens[name] = tokens.get(name, 0.0) + float(entry.get("tokens", 0))
-        seconds[name] = seconds.get(name, 0.0) + float(entry.get("seconds", 0))
-    return {name: tokens[name] / seconds[name] for name in tokens if seconds[name] > 0}
-
-
-def _facts(about: dict[str, Any], identity: dict[str, Any]) -> dict[str, str]:
-    model, corpus, chunks, o = about["model"], about["corpus"], identity["chunks"], identity["options"]
-    scored = (
-        f"{chunks['n_chunks']} of {chunks['n_ctx']} tokens, {chunks['chunking']}, scored "
-        f"[{chunks['first']}, {chunks['last']})"
-    )
-    if not o:  # from logits files, which say nothing of model and engine
-        return {"base": model["name"], "chunks": scored, "engine": f"{identity['engine']['binding']} (logits files)"}
-    used = model["n_expert_used"] if model["n_expert_used"] is not None else "a number a layer"
-    preflight = about.get("preflight", {})
-    shape = preflight.get("shape_max_difference")
-    facts = {
-        "model": f"{model['name']} ({model['architecture']}, {used} of {model['n_expert']} experts)",
-        "corpus": f"{corpus['name']} ({corpus['documents']} documents)",
-        "chunks": f"{scored}, seed {chunks['seed']}",
-        "engine": (
-            f"{identity['engine']['binding']}, -t {o['n_threads']} -b {o['n_batch']} -ub {o['n_ubatch']} "
-            f"-fa {o['flash_attn']}{'' if o['repack'] else ' --no-repack'}"
-        ),
-        "logits": f"{identity['recording']['logits']}, top {identity['recording']['top_k']} exact",
-    }
-    if shape is not None:
-        facts["preflight"] = (
-            f"repeats itself to the bit; another batch shape moves a logit by up to {shape:.2g} "
-            f"and {preflight['shape_disagreement']:.2%} of top tokens"
-        )
-    return facts
-
-
 def _corpus(source: CorpusSource) -> Corpus:
     if isinstance(source, str | Path):
         return corpora.load(source)
@@ -328,31 +228,50 @@ def _open_or_create(path: Path, plan: Plan, *, resume: bool) -> RunStore:
     return RunStore.create(path, plan.identity, plan.about, to_arrays(plan.chunks))
 
 
-def _baseline(run: RunStore, runner: Runner, logits: LogitsMode, top_k: int, listener: Listener) -> None:
-    if run.is_finished(BASELINE_PASS):
+def _one_pass(run: RunStore, runner: Runner, plan: Plan, listener: Listener) -> None:
+    """Run every setting that is a routing policy in one pass; the others then need the recording it writes."""
+    together = tuple(s for s in plan.settings if is_routing(s))
+    rest = len(together) < len(plan.settings)
+    _register(run, plan.model, plan.settings)
+    if all(run.is_finished(s.name) for s in together) and (run.is_finished(BASELINE_PASS) or not rest):
         return
-    chunks = load_chunks(run)
-    result = runner.preflight(chunks)
+    _preflight(run, runner, listener)
+    listener.passes(PASS_NAME, plan.chunks.n_chunks)
+    facts = runner.run_one_pass(
+        run,
+        together,
+        logits=plan.logits,
+        top_k=plan.top_k,
+        write_baseline=rest,
+        progress=listener.progress,
+    )
+    for name, proof in facts.items():
+        run.finish_pass(name, proof)
+    if rest:
+        run.finish_pass(BASELINE_PASS, {"proof": PASS_NAME})
+
+
+def _preflight(run: RunStore, runner: Runner, listener: Listener) -> None:
+    """Check that the engine repeats itself, and keep what was found."""
+    result = runner.preflight(load_chunks(run))
     facts = asdict(result)
     del facts["tokens_per_second"]  # volatile, and run.json must not depend on the weather
     run.header["about"]["preflight"] = facts
     run.save_header()
     listener.preflight(result)
-    listener.passes(BASELINE_PASS, chunks.n_chunks)
+
+
+def _baseline(run: RunStore, runner: Runner, logits: LogitsMode, top_k: int, listener: Listener) -> None:
+    if run.is_finished(BASELINE_PASS):
+        return
+    _preflight(run, runner, listener)
+    listener.passes(BASELINE_PASS, int(run.header["identity"]["chunks"]["n_chunks"]))
     proof = runner.record_baseline(run, logits=logits, top_k=top_k, progress=listener.progress)
     run.finish_pass(BASELINE_PASS, proof)
 
 
-def _settings(
-    run: RunStore,
-    runner: Runner,
-    model: ModelFile,
-    settings: Sequence[Setting],
-    listener: Listener,
-    *,
-    digest: str = "",
-) -> None:
-    """Run the settings that are not finished; `digest` is that of a model file other than the recorded one."""
+def _register(run: RunStore, model: ModelFile, settings: Sequence[Setting], digest: str = "") -> None:
+    """Note settings in `run.json`, and refuse one that is there already of another model file."""
     for setting in settings:
         facts = setting_facts(setting, model, digest)
         known = run.header["about"]["settings"].get(setting.name)
@@ -365,6 +284,19 @@ def _settings(
             run.header["settings"].append(setting.name)
             run.header["about"]["settings"][setting.name] = facts
     run.save_header()
+
+
+def _settings(
+    run: RunStore,
+    runner: Runner,
+    model: ModelFile,
+    settings: Sequence[Setting],
+    listener: Listener,
+    *,
+    digest: str = "",
+) -> None:
+    """Run the settings that are not finished; `digest` is that of a model file other than the recorded one."""
+    _register(run, model, settings, digest)
     n_chunks = int(run.header["identity"]["chunks"]["n_chunks"])
     for setting in settings:
         if run.is_finished(setting.name):
@@ -387,7 +319,7 @@ def _locked_runner(
             log_path = path / "engine.log"
             runner: Runner
             if in_process:
-                runner = PassRunner(model, options, n_ctx)
+                runner = FullRunner(model, options, n_ctx)
             else:
                 runner = worker = WorkerRunner(model, options, n_ctx, log_path=log_path, lock=lock)
                 worker.prepare()

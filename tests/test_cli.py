@@ -19,7 +19,7 @@ import agreement
 from agreement.analysis import changes, counts_to_json
 from agreement.cli import main
 from agreement.plan import ChunkOptions
-from agreement.runs import load_counts
+from agreement.summary import load_counts
 
 ROOT = Path(__file__).parents[1]
 TEXT = "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n\n"

@@ -19,7 +19,7 @@ from agreement.kld import dequantise, iter_chunks, open_logits_file
 from agreement.plan import ChunkOptions
 from agreement.recording import baseline_rows
 from agreement.records import Verdict
-from agreement.runs import load_report
+from agreement.summary import load_report
 from agreement.store import RunStore
 
 GOLD = Path(__file__).parent / "gold" / "kld"

@@ -47,7 +47,7 @@ settings_options = _stack(
         "extra_settings",
         multiple=True,
         metavar="SETTING",
-        help="A further setting: experts=N, kv:KEY=TYPE:VALUE, or several joined with '+'. Repeatable.",
+        help="Further: experts=N, kv:KEY=TYPE:VALUE (joined with '+'), or a policy topp=P or ser=K,T. Repeatable.",
     ),
 )
 

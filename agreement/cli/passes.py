@@ -24,7 +24,14 @@ def _chosen(experts: str | None, extra: tuple[str, ...]) -> tuple[Setting, ...]:
     from agreement.settings import parse_experts, parse_setting
 
     listed = parse_experts(experts) if experts is not None else ()
-    return (*listed, *(parse_setting(text) for text in extra))
+    return (*listed, *(_policy(text) if text.startswith(("ser=", "topp=")) else parse_setting(text) for text in extra))
+
+
+def _policy(text: str) -> Setting:
+    from agreement.records import Setting
+    from agreement.routing import parse_policy
+
+    return Setting(name=str(parse_policy(text)))
 
 
 def _default_settings(model: str) -> tuple[Setting, ...]:
@@ -63,6 +70,13 @@ def _take_corpus(source: str, given: dict[str, Any]) -> Callable[[], Corpus]:
 @options.chunk_options
 @options.recording_options
 @options.engine_options
+@click.option(
+    "--passes",
+    type=click.Choice(["auto", "one", "separate"]),
+    default="auto",
+    show_default=True,
+    help="All settings in one pass through the router hook, or one model load each.",
+)
 @click.option("--format", "form", type=click.Choice(_FORMATS), default="text", help="Format of the table.")
 @click.option("-q", "--quiet", is_flag=True, help="No plan and no progress.")
 def sweep_command(

@@ -109,7 +109,6 @@ def plan_lines(plan: Plan) -> list[str]:
     model, chunks = plan.model, plan.chunks
     used = model.n_expert_used if model.n_expert_used is not None else "a number a layer"
     shared = f" and {model.n_expert_shared} shared" if model.n_expert_shared else ""
-    settings = ", ".join(s.name for s in plan.settings) or "baseline only"
     skipped = sum(plan.about["corpus"]["skipped"].values())
     experts = f"{used} of {model.n_expert} experts{shared} in {model.n_expert_layers} of {model.n_layer} layers"
     scored = f"scored [{chunks.first}, {chunks.last}): {plan.n_positions:,} positions"
@@ -121,11 +120,20 @@ def plan_lines(plan: Plan) -> list[str]:
         + (f", {skipped} files skipped (see `agreement corpus`)" if skipped else ""),
         f"chunks     {chunks.n_chunks} of {chunks.n_ctx} tokens ({chunks.chunking}), {scored}",
         f"clusters   {len(chunks.cluster_names)}, drawn with seed {chunks.seed}",
-        f"passes     baseline, then {settings}" if plan.settings else "passes     baseline",
+        f"passes     {_passes(plan)}",
         f"disk       {disk} with --logits {plan.logits} (recording: {sizes})",
     ]
     lines += [f"note       {note}" for note in (*plan.corpus.notes, *chunks.notes, *model.warnings)]
     return lines
+
+
+def _passes(plan: Plan) -> str:
+    names = ", ".join(s.name for s in plan.settings)
+    if not names:
+        return "baseline"
+    if plan.passes == "one":
+        return f"one, of baseline, {names}: {plan.passes_reason}"
+    return f"baseline, then {names}: {plan.passes_reason}"
 
 
 def duration(seconds: float) -> str:

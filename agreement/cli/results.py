@@ -33,7 +33,7 @@ def table_command(runs: tuple[Path, ...], form: Format, confidence: float, metho
     """
     from agreement.analysis import differences
     from agreement.report import render_differences
-    from agreement.runs import load_counts, load_report
+    from agreement.summary import load_counts, load_report
 
     reports = [load_report(run, confidence=confidence, method=method) for run in runs]
     show_reports(reports, form)
@@ -83,7 +83,7 @@ def gate_command(
     from agreement.analysis import changes
     from agreement.gate import exit_code, judge, not_worse, overall, parse_margin, parse_requirement, read_requirements
     from agreement.report import as_dict, render_judgements
-    from agreement.runs import load_counts, load_report
+    from agreement.summary import load_counts, load_report
 
     wanted = [parse_requirement(text) for text in requirements]
     default = Path("agreement.toml")

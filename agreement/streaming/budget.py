@@ -60,6 +60,7 @@ class ReadingPlan:
         n_sequences: Sequences side by side.
         repack: Whether the engine may repack weights.
         hold: Bytes of the file to hold.
+        hold_loading: Bytes to hold until the first large micro-batch: activations are not there yet.
         hold_lost: Bytes more that would be held if the process had the right.
         bytes_beside: Memory the passes take beside the weights.
         keep_free: Memory left alone.
@@ -78,6 +79,7 @@ class ReadingPlan:
     n_sequences: int
     repack: bool
     hold: int
+    hold_loading: int
     hold_lost: int
     bytes_beside: int
     keep_free: int
@@ -96,7 +98,7 @@ class ReadingPlan:
 
     def lines(self) -> list[str]:
         """Return the plan for people, a line a choice."""
-        return [f"{c.name:<11}{c.value}: {c.reason}" for c in self.choices]
+        return [f"{c.name:<12}{c.value}: {c.reason}" for c in self.choices]
 
 
 def plan_reading(
@@ -184,6 +186,7 @@ def _in_memory(
         n_sequences=shape.sequences,
         repack=options.repack if wishes.repack is None else wishes.repack,
         hold=0,
+        hold_loading=0,
         hold_lost=0,
         bytes_beside=beside,
         keep_free=free,
@@ -217,6 +220,7 @@ def _streamed(
         n_sequences=shape.sequences,
         repack=repack,
         hold=chosen.hold,
+        hold_loading=chosen.hold_loading,
         hold_lost=chosen.lost,
         bytes_beside=chosen.beside,
         keep_free=chosen.free,

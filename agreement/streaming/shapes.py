@@ -42,6 +42,7 @@ class Work:
         n_scored: Scored positions a chunk.
         n_settings: Settings beside the baseline that one pass could run.
         n_loads: Further settings that need a load of their own (another file, further overrides).
+        n_checks: Loads for checks before a one pass, with a few tokens each.
     """
 
     n_chunks: int
@@ -49,6 +50,7 @@ class Work:
     n_scored: int
     n_settings: int
     n_loads: int = 0
+    n_checks: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ class Candidate:
     beside: int
     free: int
     hold: int
+    hold_loading: int
     lost: int
     loads: int
     micro_batches: int
@@ -178,15 +181,27 @@ def candidate(shape: Shape, model: ModelFile, host: Host, work: Work, costs: Cos
     if wishes.hold is None and wanted < LEAST_HOLD:
         wanted = 0
     hold = wanted if host.may_lock is None else min(wanted, host.may_lock)
-    loads = work.n_loads + (1 if shape.passes == "one" else 1 + work.n_settings)
-    passes_apart = work.n_loads + (0 if shape.passes == "one" else 1 + work.n_settings)
-    apart = shape if shape.passes == "separate" else _apart(shape, work)
-    micro_batches = passes_apart * apart.micro_batches(work.n_ctx)
-    if shape.passes == "one":
+    one = shape.passes == "one"
+    # Activations are not there yet while the model is loaded and checked, so more can be held then.
+    early = 0 if wanted == 0 and wishes.hold is not None else _early_hold(model, host, wishes, hold) if one else hold
+    together = 1 + work.n_checks if one else 0  # loads before the first large micro-batch
+    apart = work.n_loads if one else 1 + work.n_settings + work.n_loads  # loads with a pass of their own
+    micro_batches = apart * (_apart(shape, work) if one else shape).micro_batches(work.n_ctx)
+    if one:
         micro_batches += shape.micro_batches(work.n_ctx)
-    touched = _touched(model, shape.n_ubatch)
-    n_bytes = hold + loads * (model.bytes_total - hold) + micro_batches * max(0, touched - hold)
-    return Candidate(shape, beside, free, hold, wanted - hold, loads, micro_batches, n_bytes)
+    scanned = max(0, _touched(model, shape.n_ubatch) - hold)
+    loading = together * (model.bytes_total - early) + apart * (model.bytes_total - hold)
+    n_bytes = early + loading + micro_batches * scanned
+    return Candidate(shape, beside, free, hold, early, wanted - hold, together + apart, micro_batches, n_bytes)
+
+
+def _early_hold(model: ModelFile, host: Host, wishes: Wishes, hold: int) -> int:
+    """Return the bytes to hold until the first large micro-batch."""
+    if wishes.hold is not None:
+        return hold
+    spare = host.available - PROCESS_BYTES - 2 * PAGES_BYTES - math.ceil(SHARE_FREE * host.available)
+    limit = model.bytes_total if host.may_lock is None else host.may_lock
+    return max(hold, min(spare, limit, model.bytes_total))
 
 
 def _apart(shape: Shape, work: Work) -> Shape:

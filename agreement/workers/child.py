@@ -1,6 +1,6 @@
 """The worker process: `python -m agreement.workers.child FD`, started by `WorkerRunner`.
 
-In: pickled calls of `PassRunner` methods on a pipe.  Out: progress and results on the same pipe; the engine's log on
+In: pickled calls of `FullRunner` methods on a pipe.  Out: progress and results on the same pipe; the engine's log on
 standard error.
 """
 
@@ -14,9 +14,11 @@ import sys
 from multiprocessing.connection import Connection
 
 from agreement.errors import AgreementError
-from agreement.recording import PassRunner, Progress
+from agreement.recording import Progress
+from agreement.runner import FullRunner
 
 _PR_SET_PDEATHSIG = 1
+_WITH_PROGRESS = frozenset({"record_baseline", "run_setting", "run_one_pass"})
 
 
 def _end_with_parent() -> None:
@@ -28,19 +30,19 @@ def _end_with_parent() -> None:
 def serve(pipe: Connection) -> None:
     """Answer calls until the pipe closes.
 
-    A message is `(method, args, kwargs)`, the first one `("", args of PassRunner, {})`.  Answers are
+    A message is `(method, args, kwargs)`, the first one `("", args of FullRunner, {})`.  Answers are
     `("progress", Progress)`, `("result", value)`, `("error", AgreementError)`.
     """
     _, args, _ = pipe.recv()
-    runner: PassRunner | None = None
+    runner: FullRunner | None = None
     while True:
         try:
             if runner is None:
-                runner = PassRunner(*args, log=_write_line)
+                runner = FullRunner(*args, log=_write_line)
                 answer: object = None
             else:
                 method, args, kwargs = pipe.recv()
-                if method in ("record_baseline", "run_setting"):
+                if method in _WITH_PROGRESS:
                     kwargs["progress"] = lambda progress: _send_progress(pipe, progress)
                 answer = getattr(runner, method)(*args, **kwargs)
             pipe.send(("result", answer))

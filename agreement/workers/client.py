@@ -11,14 +11,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from agreement.engine.log import EngineLog
 from agreement.errors import EngineError
 from agreement.preflight import Preflight
-from agreement.recording import LogitsMode, PassRunner, Progress, ProgressListener, Vocabulary
+from agreement.recording import LogitsMode, Progress, ProgressListener, Vocabulary
 from agreement.records import ChunkSet, EngineOptions, ModelFile, Setting
 from agreement.store import RunStore
 
@@ -26,7 +26,7 @@ _LAST_BYTES = 65536
 
 
 class Runner(Protocol):
-    """What runs passes: `PassRunner` in this process, `WorkerRunner` in another."""
+    """What runs passes: `FullRunner` in this process, `WorkerRunner` in another."""
 
     def tokenise(self, texts: Sequence[str]) -> Vocabulary:
         """See `PassRunner.tokenise`."""
@@ -46,6 +46,24 @@ class Runner(Protocol):
         """See `PassRunner.run_setting`."""
         ...
 
+    def hook_difference(self, chunks: ChunkSet, experts: int) -> float:
+        """See `FullRunner.hook_difference`."""
+        ...
+
+    def run_one_pass(
+        self,
+        run: RunStore,
+        settings: Sequence[Setting],
+        *,
+        logits: LogitsMode = ...,
+        top_k: int | None = None,
+        write_baseline: bool = False,
+        n_chunks: int | None = None,
+        progress: ProgressListener = ...,
+    ) -> dict[str, dict[str, Any]]:
+        """See `FullRunner.run_one_pass`."""
+        ...
+
     def close(self) -> None:
         """Free the engine."""
         ...
@@ -56,7 +74,7 @@ def _ignore(_progress: Progress) -> None:
 
 
 class WorkerRunner:
-    """Runs `PassRunner` in a process of its own.
+    """Runs `FullRunner` in a process of its own.
 
     The process starts with `prepare` or the first call and serves all later ones; after a crash the next call starts
     another.
@@ -106,6 +124,29 @@ class WorkerRunner:
     def run_setting(self, run: RunStore, setting: Setting, *, progress: ProgressListener = _ignore) -> dict[str, Any]:
         """See `PassRunner.run_setting`."""
         result: dict[str, Any] = self._call("run_setting", (run, setting), progress=progress)
+        return result
+
+    def hook_difference(self, chunks: ChunkSet, experts: int) -> float:
+        """See `FullRunner.hook_difference`."""
+        result: float = self._call("hook_difference", (chunks, experts))
+        return result
+
+    def run_one_pass(
+        self,
+        run: RunStore,
+        settings: Sequence[Setting],
+        *,
+        logits: LogitsMode = "full",
+        top_k: int | None = None,
+        write_baseline: bool = False,
+        n_chunks: int | None = None,
+        progress: ProgressListener = _ignore,
+    ) -> dict[str, dict[str, Any]]:
+        """See `FullRunner.run_one_pass`."""
+        kwargs = {"logits": logits, "top_k": top_k, "write_baseline": write_baseline, "n_chunks": n_chunks}
+        result: dict[str, dict[str, Any]] = self._call(
+            "run_one_pass", (run, tuple(settings)), kwargs, progress=progress
+        )
         return result
 
     def close(self) -> None:
@@ -196,10 +237,3 @@ class WorkerRunner:
         log = EngineLog()
         log.feed(tail + "\n")
         return log.last_words()
-
-
-def in_process(
-    model: ModelFile, options: EngineOptions, n_ctx: int, log: Callable[[str], None] | None = None
-) -> PassRunner:
-    """Return a runner in this process, for notebooks and tests: an engine that aborts takes the process with it."""
-    return PassRunner(model, options, n_ctx, log=log)

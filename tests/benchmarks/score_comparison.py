@@ -21,7 +21,7 @@ import llama_perplexity
 import agreement
 from agreement.corpus import joined_text, load
 from agreement.demo import CORPORA, MODEL
-from agreement.runs import load_counts
+from agreement.summary import load_counts
 
 
 @dataclass(frozen=True)
