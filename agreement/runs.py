@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from agreement import corpus as corpora
 from agreement import model_file
@@ -94,8 +94,8 @@ def sweep(
     chosen = (*(experts_setting(n) for n in experts), *settings)
     if noise_floor:
         chosen = (floor_setting(model_file.read_model_file(model)), *chosen)
-    arguments = _Arguments(model, corpus, out, chunks, logits, options, passes, resume, in_process, listener)
-    with _prepared(arguments, chosen) as (run, runner, plan):
+    arguments = Request(model, corpus, out, chunks, logits, options, passes, resume, in_process, listener)
+    with prepared(arguments, chosen) as (run, runner, plan):
         if plan.passes == "one":
             _one_pass(run, runner, plan, listener)
         else:
@@ -117,14 +117,14 @@ def record(
     listener: Listener = SILENT,
 ) -> RunStore:
     """Record the baseline alone: the first half of `sweep`, with the same arguments; returns the run."""
-    arguments = _Arguments(model, corpus, out, chunks, logits, options, "separate", resume, in_process, listener)
-    with _prepared(arguments, ()) as (run, runner, plan):
+    arguments = Request(model, corpus, out, chunks, logits, options, "separate", resume, in_process, listener)
+    with prepared(arguments, ()) as (run, runner, plan):
         _baseline(run, runner, plan.logits, plan.top_k, listener)
         return run
 
 
-class _Arguments(NamedTuple):
-    """What `sweep` and `record` share."""
+class Request(NamedTuple):
+    """What `sweep`, `record` and the sequential gate share; see `sweep` for each field."""
 
     model: str | Path
     corpus: CorpusSource
@@ -139,7 +139,7 @@ class _Arguments(NamedTuple):
 
 
 @contextlib.contextmanager
-def _prepared(given: _Arguments, settings: tuple[Setting, ...]) -> Iterator[tuple[RunStore, Runner, Plan]]:
+def prepared(given: Request, settings: tuple[Setting, ...]) -> Iterator[tuple[RunStore, Runner, Plan]]:
     """Yield a planned run, locked, with the runner for its passes."""
     header = model_file.read_model_file(given.model)
     check_settings(settings, header)
@@ -232,11 +232,9 @@ def _one_pass(run: RunStore, runner: Runner, plan: Plan, listener: Listener) -> 
     """Run every setting that is a routing policy in one pass; the others then need the recording it writes."""
     together = tuple(s for s in plan.settings if is_routing(s))
     rest = len(together) < len(plan.settings)
-    _register(run, plan.model, plan.settings)
     if all(run.is_finished(s.name) for s in together) and (run.is_finished(BASELINE_PASS) or not rest):
         return
-    _preflight(run, runner, listener)
-    listener.passes(PASS_NAME, plan.chunks.n_chunks)
+    start_one_pass(run, runner, plan, listener)
     facts = runner.run_one_pass(
         run,
         together,
@@ -245,10 +243,22 @@ def _one_pass(run: RunStore, runner: Runner, plan: Plan, listener: Listener) -> 
         write_baseline=rest,
         progress=listener.progress,
     )
-    for name, proof in facts.items():
-        run.finish_pass(name, proof)
+    finish_one_pass(run, facts)
     if rest:
         run.finish_pass(BASELINE_PASS, {"proof": PASS_NAME})
+
+
+def start_one_pass(run: RunStore, runner: Runner, plan: Plan, listener: Listener) -> None:
+    """Note the settings in `run.json`, check the engine and announce the pass."""
+    _register(run, plan.model, plan.settings)
+    _preflight(run, runner, listener)
+    listener.passes(PASS_NAME, plan.chunks.n_chunks)
+
+
+def finish_one_pass(run: RunStore, facts: dict[str, dict[str, Any]]) -> None:
+    """Note in `run.json` that the settings of a pass are complete."""
+    for name, proof in facts.items():
+        run.finish_pass(name, proof)
 
 
 def _preflight(run: RunStore, runner: Runner, listener: Listener) -> None:

@@ -36,10 +36,12 @@ ALLOWED: dict[str, set[str]] = {
     "kld": _RECORDS,
     "recording": _PASSES,
     "onepass": _PASSES | {"routing", "recording"},
-    "workers": _PASSES | {"recording", "onepass"},
+    "runner": _PASSES | {"recording", "onepass"},
+    "workers": _PASSES | {"recording", "runner"},
     "plan": _PASSES | {"corpus", "recording", "workers"},
     "intervals": _RECORDS,
     "analysis": _RECORDS | {"intervals", "settings"},
+    "summary": _RECORDS | {"analysis", "intervals", "recording", "scoring", "store"},
     "requirements": _RECORDS,
     "gate": _RECORDS | {"requirements"},
     "sequential": _RECORDS | {"intervals", "requirements"},
@@ -48,7 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     "demo": set(),
 }
 # The layers on top: everything that runs a whole job may use everything below, but never the command line.
-TOP = {"cli", "__main__", "__init__", "runs", "exchange"}
+TOP = {"cli", "__main__", "__init__", "runs", "exchange", "early"}
 NEVER_BELOW_CLI = {"cli", "__main__"}
 
 # library: the only places that may import it

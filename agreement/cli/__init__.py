@@ -15,7 +15,7 @@ _COMMANDS = {
     "compare": ("agreement.cli.passes", "compare_command"),
     "corpus": ("agreement.cli.corpus", "corpus_group"),
     "demo": ("agreement.cli.demo", "demo_command"),
-    "gate": ("agreement.cli.results", "gate_command"),
+    "gate": ("agreement.cli.gate", "gate_command"),
     "kld": ("agreement.cli.kld", "kld_group"),
     "inspect": ("agreement.cli.inspect", "inspect_command"),
     "record": ("agreement.cli.passes", "record_command"),

@@ -21,17 +21,19 @@ _FORMATS = ["text", "markdown", "csv", "json", "html"]
 
 
 def _chosen(experts: str | None, extra: tuple[str, ...]) -> tuple[Setting, ...]:
-    from agreement.settings import parse_experts, parse_setting
+    from agreement.settings import parse_experts
 
     listed = parse_experts(experts) if experts is not None else ()
-    return (*listed, *(_policy(text) if text.startswith(("ser=", "topp=")) else parse_setting(text) for text in extra))
+    return (*listed, *(setting_from(text) for text in extra))
 
 
-def _policy(text: str) -> Setting:
+def setting_from(text: str) -> Setting:
+    """Return the setting that a user wrote: a routing policy, or what `parse_setting` reads."""
     from agreement.records import Setting
     from agreement.routing import parse_policy
+    from agreement.settings import parse_setting
 
-    return Setting(name=str(parse_policy(text)))
+    return Setting(name=str(parse_policy(text))) if text.startswith(("ser=", "topp=")) else parse_setting(text)
 
 
 def _default_settings(model: str) -> tuple[Setting, ...]:
@@ -51,7 +53,8 @@ def _take_chunk_options(given: dict[str, Any]) -> ChunkOptions:
     return ChunkOptions(n_chunks=given.pop("n_chunks") or None, **{name: given.pop(name) for name in names})
 
 
-def _take_corpus(source: str, given: dict[str, Any]) -> Callable[[], Corpus]:
+def take_corpus(source: str, given: dict[str, Any]) -> Callable[[], Corpus]:
+    """Take the corpus options out of a command's arguments and return a function that loads the corpus."""
     from agreement.corpus import load
 
     names = ("include", "exclude", "languages")
@@ -100,7 +103,7 @@ def sweep_command(
     from agreement.runs import sweep
 
     settings = _chosen(experts, extra_settings) or _default_settings(model)
-    text = _take_corpus(corpus, given)
+    text = take_corpus(corpus, given)
     with ProgressView(quiet=quiet) as view:
         report = sweep(
             model,
@@ -134,7 +137,7 @@ def record_command(model: str, corpus: str, out: Path, quiet: bool, **given: Any
     from agreement.cli.progress import ProgressView
     from agreement.runs import record
 
-    text = _take_corpus(corpus, given)
+    text = take_corpus(corpus, given)
     with ProgressView(quiet=quiet) as view:
         record(
             model,

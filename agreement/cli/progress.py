@@ -17,6 +17,7 @@ from agreement.plan import Plan, scores_bytes
 from agreement.preflight import Preflight
 from agreement.recording import Progress as PassProgress
 from agreement.runs import Listener
+from agreement.sequential import State
 
 _PLAIN_SECONDS = 10.0  # between lines where the output is a file or a pipe
 
@@ -58,6 +59,17 @@ class ProgressView:
         """Return what to hand to `sweep`."""
         return Listener(plan=self.plan, preflight=self.preflight, passes=self.start_pass, progress=self.advance)
 
+    def sequential_listener(self) -> Listener:
+        """Return what to hand to the sequential gate, whose pass is shown by `looked` instead of a bar."""
+        return Listener(plan=self.plan, preflight=self._stable)
+
+    def looked(self, state: State) -> None:
+        """Say where a sequential gate stands."""
+        line = f"{state.clusters}/{state.max_clusters} documents, agreement {state.agreement or 0:.2%}"
+        if state.low is not None and state.high is not None:
+            line += f", interval of this look [{state.low:.2%}, {state.high:.2%}]"
+        self._console.print(line, end="\r" if self._live and state.verdict is None else "\n", markup=False)
+
     def plan(self, plan: Plan) -> None:
         """Say what will be done, before anything is."""
         self._plan = plan
@@ -67,16 +79,20 @@ class ProgressView:
 
     def preflight(self, result: Preflight) -> None:
         """Say how stable the engine is, and how long the run will take."""
+        self._stable(result)
+        if self._plan is not None:
+            seconds = self._plan.n_tokens / result.tokens_per_second
+            rate = f"{result.tokens_per_second:,.0f} tokens/s"
+            self._console.print(f"time       about {duration(seconds)} at the preflight's {rate}", markup=False)
+
+    def _stable(self, result: Preflight) -> None:
+        """Say how stable the engine is."""
         line = (
             f"preflight  same shape: equal to the bit; {result.other_shape}: logits within "
             f"{result.shape_max_difference:.2g}, top-1 differs at {result.shape_disagreement:.2%} "
             f"of {result.n_positions} positions"
         )
         self._console.print(line, markup=False, soft_wrap=True)
-        if self._plan is not None:
-            seconds = self._plan.n_tokens / result.tokens_per_second
-            rate = f"{result.tokens_per_second:,.0f} tokens/s"
-            self._console.print(f"time       about {duration(seconds)} at the preflight's {rate}", markup=False)
 
     def start_pass(self, name: str, n_chunks: int) -> None:
         """Begin a bar."""

@@ -1,0 +1,109 @@
+"""The sequential gate: run the model document by document and stop as soon as the verdict is safe.
+
+In: a model, a corpus, one requirement on agreement.  Out: a `Judgement` and where the run stood when it stopped.
+
+The baseline and the setting ride in one pass, chunk beside chunk, so a chunk is decoded only when it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from agreement.errors import GateError, UsageError
+from agreement.plan import ChunkOptions
+from agreement.recording import load_chunks, stored_scores
+from agreement.records import EngineOptions, Judgement, Requirement, Setting
+from agreement.runs import SILENT, CorpusSource, Listener, Request, finish_one_pass, prepared, start_one_pass
+from agreement.scoring import count_chunk
+from agreement.sequential import SequentialTest, State
+
+Looked = Callable[[State], None]
+
+
+class Early(NamedTuple):
+    """What a sequential gate found.
+
+    Attributes:
+        judgement: Verdict, estimate and reason.
+        state: Where the run stood at the end.
+        assumption: What the verdict rests on.
+    """
+
+    judgement: Judgement
+    state: State
+    assumption: str
+
+
+def sequential_gate(
+    model: str | Path,
+    corpus: CorpusSource,
+    requirement: Requirement,
+    setting: Setting,
+    out: str | Path,
+    *,
+    max_clusters: int = 60,
+    confidence: float = 0.95,
+    chunks: ChunkOptions | None = None,
+    options: EngineOptions | None = None,
+    resume: bool = False,
+    in_process: bool = False,
+    listener: Listener = SILENT,
+    looked: Looked = lambda _state: None,
+) -> Early:
+    """Judge one requirement while the passes run, one chunk a document, in an order drawn with the seed.
+
+    Args:
+        model: A GGUF file.
+        corpus: As for `sweep`.
+        requirement: On agreement, of `setting`.
+        setting: The setting to run: a number of experts or a routing policy.
+        out: The run directory; chunks that were scored stay there.
+        max_clusters: Most documents that are drawn.
+        confidence: One minus the allowed chance of a wrong verdict over the whole run.
+        chunks: How text becomes chunks; the number of chunks follows from `max_clusters`.
+        options: Engine options.
+        resume: Continue the run that is already in `out`.
+        in_process: Run the engine in this process instead of a worker.
+        listener: Hears how the pass goes.
+        looked: Hears where the run stands after each cluster.
+
+    Raises:
+        GateError: A requirement that this gate cannot judge, or fewer documents than its first look needs.
+        UsageError: Chunks that are not cut by document.
+    """
+    cutting = chunks or ChunkOptions()
+    if cutting.chunking != "document":
+        raise UsageError("the sequential gate draws documents in random order; it needs --chunking document")
+    SequentialTest(requirement, max_clusters=max_clusters, confidence=confidence)  # refuse early what can never pass
+    cutting = replace(cutting, n_chunks=max_clusters)
+    request = Request(model, corpus, out, cutting, "full", options, "one", resume, in_process, listener)
+    with prepared(request, (setting,)) as (run, runner, plan):
+        windows = load_chunks(run)
+        # Every document gives one window before any gives a second, so the first windows are of different documents.
+        n_clusters = len(windows.cluster_names)
+        test = _test(n_clusters, requirement, confidence)
+        start_one_pass(run, runner, plan, listener)
+        for look in range(1, n_clusters + 1):
+            facts = runner.run_one_pass(
+                run, (setting,), logits=plan.logits, top_k=plan.top_k, n_chunks=look, progress=listener.progress
+            )
+            counts = count_chunk(stored_scores(run, setting.name, look - 1))
+            verdict = test.update(counts.n_agree, counts.n)
+            looked(test.state)
+            if verdict is not None:
+                break
+        else:
+            test.finish()
+        if test.state.clusters == windows.n_chunks:
+            finish_one_pass(run, facts)
+    return Early(test.judgement(), test.state, test.assumption)
+
+
+def _test(n_clusters: int, requirement: Requirement, confidence: float) -> SequentialTest:
+    try:
+        return SequentialTest(requirement, max_clusters=n_clusters, confidence=confidence)
+    except GateError as error:
+        raise GateError(f"the corpus has {n_clusters} documents long enough for a chunk: {error}") from error

@@ -1,0 +1,119 @@
+"""The sequential gate: it stops early, agrees with a whole run, and says what it rests on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+from click.testing import CliRunner
+
+import agreement
+from agreement.cli import main
+from agreement.early import Early, sequential_gate
+from agreement.errors import GateError, UsageError
+from agreement.plan import ChunkOptions
+from agreement.records import EngineOptions, Verdict
+from agreement.requirements import parse_requirement
+from agreement.settings import experts_setting
+
+# Another batch shape than that of separate passes gives the same logits only without flash attention.
+EXACT = EngineOptions(n_threads=2, flash_attn="off", repack=False)
+CUT = ChunkOptions(n_ctx=128, n_chunks=30)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("early")
+    models.write_model(folder / "m.gguf")
+    (folder / "text").mkdir()
+    for i in range(30):
+        lines = "".join(f"def f{i}_{j}(x, y={j}):\n    return x * {i * j} + y\n\n\n" for j in range(12))
+        (folder / "text" / f"{i:02d}.py").write_text(lines)
+    return folder
+
+
+def early(place: Path, out: Path, requirement: str, **extra: Any) -> Early:
+    return sequential_gate(
+        place / "m.gguf",
+        place / "text",
+        parse_requirement(requirement),
+        experts_setting(7),
+        out,
+        max_clusters=30,
+        chunks=CUT,
+        options=EXACT,
+        in_process=True,
+        **extra,
+    )
+
+
+def test_a_clear_requirement_is_decided_before_the_end(place: Path, tmp_path: Path) -> None:
+    found = early(place, tmp_path / "run", "experts=7 agreement>=30%")
+    assert found.judgement.verdict is Verdict.PASS
+    assert found.state.clusters < 30
+    assert not (tmp_path / "run" / "settings" / "experts=7" / "chunk-000029.agr").exists()
+    assert "random order" in found.assumption
+    fail = early(place, tmp_path / "fail", "experts=7 agreement>=95%")
+    assert fail.judgement.verdict is Verdict.FAIL
+    assert fail.state.clusters < 30
+
+
+def test_it_sees_the_numbers_of_a_whole_run(place: Path, tmp_path: Path) -> None:
+    """With the bound on the estimate it goes to the end, and its estimate is that of `sweep` over the same chunks."""
+    report = agreement.sweep(
+        place / "m.gguf", place / "text", tmp_path / "sweep", experts=[7], chunks=CUT, options=EXACT, in_process=True
+    )
+    value = report.rows[0].agreement.value
+    found = early(place, tmp_path / "run", f"experts=7 agreement>={value!r}")
+    assert found.judgement.verdict is Verdict.INCONCLUSIVE
+    assert found.state.clusters == 30
+    assert found.state.agreement == value
+
+
+def test_it_goes_on_where_it_stopped(place: Path, tmp_path: Path) -> None:
+    first = early(place, tmp_path / "run", "experts=7 agreement>=30%")
+    chunk = tmp_path / "run" / "settings" / "experts=7" / "chunk-000000.agr"
+    before = chunk.stat().st_mtime_ns
+    again = early(place, tmp_path / "run", "experts=7 agreement>=30%", resume=True)
+    assert again.state == first.state
+    assert chunk.stat().st_mtime_ns == before
+
+
+def test_refusals(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(GateError, match="agreement against a fixed bound"):
+        early(place, tmp_path / "a", "experts=7 kld<=0.1")
+    with pytest.raises(UsageError, match="--chunking document"):
+        sequential_gate(
+            place / "m.gguf",
+            place / "text",
+            parse_requirement("experts=7 agreement>=30%"),
+            experts_setting(7),
+            tmp_path / "b",
+            chunks=ChunkOptions(chunking="llama-perplexity", n_ctx=64),
+        )
+    few = tmp_path / "few"
+    few.mkdir()
+    for i in range(3):
+        (few / f"{i}.py").write_text((place / "text" / f"{i:02d}.py").read_text())
+    with pytest.raises(GateError, match="3 documents"):
+        sequential_gate(
+            place / "m.gguf",
+            few,
+            parse_requirement("experts=7 agreement>=30%"),
+            experts_setting(7),
+            tmp_path / "c",
+            chunks=CUT,
+            in_process=True,
+        )
+
+
+def test_command(place: Path, tmp_path: Path) -> None:
+    arguments = ["gate", str(place / "m.gguf"), str(place / "text"), "--require", "experts=7 agreement>=95%"]
+    result = CliRunner().invoke(main, [*arguments, "--sequential", "-c", "128"])
+    assert result.exit_code == 3
+    assert "FAIL" in result.stdout
+    assert "assumed: documents come in random order" in result.stderr
+    assert CliRunner().invoke(main, arguments).exit_code == 2
+    assert CliRunner().invoke(main, [*arguments, "--sequential", "--require", "experts=6 agreement>=9%"]).exit_code == 2
