@@ -159,8 +159,8 @@ def differences(run: RunCounts, against: str, *, confidence: float = DEFAULT_CON
             continue
         n = s.column("n")
         estimates: list[Estimate] = []
-        for metric, limit in (("n_agree", 1.0), ("nll_test", None), ("kld", None)):
-            a, b = (_kld_middle(x) if metric == "kld" else x.column(metric) for x in (s, reference))
+        for metric, limit in (("n_agree", 1.0), ("nll_test", None), ("kld_low", None)):
+            a, b = (x.column(metric) for x in (s, reference))
             rng = np.random.default_rng([run.seed, 10 + len(estimates)])
             estimates.append(intervals.difference(a, b, n, rng=rng, limit=limit, confidence=confidence))
         result.append(Difference(s.setting, against, *estimates))
@@ -201,7 +201,7 @@ def _metric_sums(s: SettingCounts, metric: Metric) -> Float64Array:
     if metric == "agreement":
         return s.column("n_agree")
     if metric == "kld":
-        return _kld_middle(s)
+        return s.column("kld_low")
     return s.column("nll_test") - s.column("nll_base")
 
 
@@ -220,11 +220,6 @@ def _near_the_floor(run: RunCounts, confidence: float) -> dict[str, str]:
                 + ("" if low is None or high is None else f" [{100 * low:+.2f}, {100 * high:+.2f}]")
             )
     return found
-
-
-def _kld_middle(s: SettingCounts) -> Float64Array:
-    middle: Float64Array = (s.column("kld_low") + s.column("kld_high")) / 2
-    return middle
 
 
 def find_setting(run: RunCounts, name: str) -> SettingCounts:

@@ -172,8 +172,9 @@ def bounded_mean(
 ) -> Estimate:
     """Estimate a mean that is known only to lie between two others, such as KL divergence from a truncated recording.
 
-    The low end is that of the interval for `sums_low`, the high end that for `sums_high`, and the value is the middle
-    of both means, so the interval holds sampling and truncation together. Equal sums give what `mean` gives. The
+    The low end is that of the interval for `sums_low`, the high end that for `sums_high`, and the value is the
+    mean of `sums_low`: of the two bounds on KL divergence the lower is by far the nearer to the truth
+    (`docs/method.md`). The interval holds sampling and truncation together. Equal sums give what `mean` gives. The
     other arguments and the errors are those of `mean`; `sums_low` above `sums_high` anywhere is a UsageError.
     """
     data = check(counts, [("sums_low", sums_low), ("sums_high", sums_high)])
@@ -209,7 +210,7 @@ def bounded_mean(
     complete = low is not None and upper.high is not None
     return replace(
         upper,
-        value=lower.value + (upper.value - lower.value) / 2.0,
+        value=lower.value,
         low=low if complete else None,
         high=upper.high if complete else None,
         method=upper.method if complete else "none",

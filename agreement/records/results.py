@@ -119,7 +119,7 @@ class Row:
         ppl_ratio: Perplexity over the baseline's.
         ppl_delta: Perplexity minus the baseline's.
         kld: Mean KL divergence baseline‖setting, nats; where only the top was recorded, `low` and `high` also hold
-            the truncation: low comes from the lower bounds, high from the upper bounds, value from their middle.
+            the truncation: low comes from the lower bounds, high from the upper bounds, value from the lower.
         run_length: Tokens to the first divergence when decoding greedily, `1 / (1 - agreement)`; inf if none differed.
         expert_bytes: Bytes of routed experts read per token, None if not known.
         tokens_per_second: Tokens decoded per second in this pass, None if not measured; not comparable across machines.
@@ -150,7 +150,7 @@ class Difference:
         against: What it is compared with.
         agreement: Difference of the two agreements with the baseline, a fraction.
         log_ppl: Difference of log perplexities, nats a token: `log(PPL of setting / PPL of against)`.
-        kld: Difference of the mean KL divergences, nats (the middle of the bounds of truncated recordings).
+        kld: Difference of the mean KL divergences, nats (the lower bounds of truncated recordings).
     """
 
     setting: str
