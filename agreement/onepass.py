@@ -236,7 +236,9 @@ class _Block:
             try:
                 self._take(part)
             except EngineError as error:
-                raise EngineError(f"{self._name(part.sequence)}: {error}") from error
+                raise EngineError(
+                    f"{self._name(part.sequence)}, rows from position {part.first} on: {error}"
+                ) from error
             if self._parts[part.sequence].n_rows == self._chunks.n_scored:
                 self._write(part.sequence, engine.experts_kept()[part.sequence])
 

@@ -229,7 +229,9 @@ class PassRunner:
                         try:
                             take(parts, part, pool)
                         except EngineError as error:
-                            raise EngineError(f"{setting.name}, chunk {parts.index}: {error}") from error
+                            raise EngineError(
+                                f"{setting.name}, chunk {parts.index}, rows from position {part.first} on: {error}"
+                            ) from error
                         if parts.is_whole():
                             record(parts.index, parts, pool)
                             parts.release()

@@ -23,7 +23,7 @@ from agreement.records import Corpus, EngineOptions, ModelFile, Report, Setting
 from agreement.runner import FullRunner
 from agreement.settings import BASELINE, experts_setting, with_model
 from agreement.settings import noise_floor as floor_setting
-from agreement.store import BASELINE_PASS, RunStore
+from agreement.store import BASELINE_PASS, RunStore, refuse_foreign
 from agreement.summary import finish
 from agreement.workers import Runner, WorkerRunner
 
@@ -146,6 +146,7 @@ def prepared(given: Request, settings: tuple[Setting, ...]) -> Iterator[tuple[Ru
     path = Path(given.out)
     if (path / "run.json").exists() and not given.resume:  # said before anything slow happens
         raise StoreError(f"{path} already holds a run; continue it with --resume or choose another -o")
+    refuse_foreign(path)
     cutting = given.chunks or ChunkOptions()
     options = given.options or EngineOptions()
     with _locked_runner(header, options, cutting.n_ctx, path, in_process=given.in_process) as runner:
@@ -321,12 +322,13 @@ def _locked_runner(
 ) -> Iterator[Runner]:
     """Hold the run's lock, and a runner whose worker shares it.
 
-    If no run came of it, because planning failed, the folder is left as it was found.
+    If no run came of it, because planning failed, the folder and those above it are left as they were found.
     """
-    was_there = path.exists()
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         with RunStore(path, {}).lock() as lock:
             log_path = path / "engine.log"
+            had_log = log_path.exists()
             runner: Runner
             if in_process:
                 runner = FullRunner(model, options, n_ctx)
@@ -337,10 +339,11 @@ def _locked_runner(
                 yield runner
             finally:
                 runner.close()
-                if not (path / "run.json").exists():
+                if not (path / "run.json").exists() and not had_log:
                     log_path.unlink(missing_ok=True)
+                if not (path / "run.json").exists():
                     (path / ".lock").unlink(missing_ok=True)
     finally:
-        if not was_there:
-            with contextlib.suppress(OSError):  # not empty: it holds a run now
-                path.rmdir()
+        with contextlib.suppress(OSError):  # not empty: it holds a run now
+            for folder in made:
+                folder.rmdir()

@@ -47,9 +47,9 @@ from agreement.recording import load_chunks, stored_scores
 from agreement.records import ChunkSet, Counts, PositionScores
 from agreement.report.breakdown import render_breakdown
 from agreement.report.breakdown_values import CSV_HEADER, breakdown_dict
-from agreement.summary import load_counts
 from agreement.scoring import count_chunk
 from agreement.store import RunStore
+from agreement.summary import load_counts
 
 OPTIONS = Options()
 

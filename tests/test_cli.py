@@ -197,7 +197,7 @@ def test_gate_reads_its_file(place: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_gate_against_an_earlier_report_is_paired(place: Path, tmp_path: Path) -> None:
-    """The same run again changed in no cluster, so a margin of 0 holds; one hit less of 16 x 31 is a change of -1/496."""
+    """The same run again changed in no cluster: a margin of 0 holds. One hit less of 16 x 31 is a change of -1/496."""
     assert run("gate", place / "run", "--against", place / "run", "--margin", "agreement 0%").exit_code == 0
     counts, _ = load_counts(place / "run")
     better = counts_to_json(counts)

@@ -19,8 +19,8 @@ from agreement.kld import dequantise, iter_chunks, open_logits_file
 from agreement.plan import ChunkOptions
 from agreement.recording import baseline_rows
 from agreement.records import Verdict
-from agreement.summary import load_report
 from agreement.store import RunStore
+from agreement.summary import load_report
 
 GOLD = Path(__file__).parent / "gold" / "kld"
 TEXT = "def area(width, height):\n    return width * height\n\n\n" * 60

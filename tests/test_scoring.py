@@ -383,10 +383,10 @@ def test_logits_that_are_no_numbers_are_named(value: float, where: int, kind: st
     good = np.random.default_rng(0).normal(size=(40, n_vocab)).astype(np.float32)
     bad = good.copy()
     bad[37, where] = value
-    with pytest.raises(EngineError, match=f"logits are {kind} at scored position 37"):
+    with pytest.raises(EngineError, match=f"logits are {kind} at row 37"):
         encode(bad, full=full)
     base = encode(good, full=full)
-    with pytest.raises(EngineError, match=f"logits are {kind} at scored position 37"):
+    with pytest.raises(EngineError, match=f"logits are {kind} at row 37"):
         score(base, bad)
 
 
@@ -396,7 +396,7 @@ def test_rows_with_nothing_but_trouble(values: tuple[float, ...]) -> None:
     bad = np.zeros((2, 5), np.float32)
     bad[1, : len(values)] = values
     kind = "NaN" if math.isnan(values[0]) else "infinite"
-    with pytest.raises(EngineError, match=f"logits are {kind} at scored position 1"):
+    with pytest.raises(EngineError, match=f"logits are {kind} at row 1"):
         encode(bad, full=True)
 
 
@@ -439,7 +439,7 @@ def test_threads_and_rows_together_change_no_bit(n_vocab: int, full: bool) -> No
 def test_an_error_in_a_thread_is_raised() -> None:
     bad = np.zeros((4, BLOCK_ELEMENTS), np.float32)
     bad[3, 5] = math.nan
-    with ThreadPoolExecutor(2) as pool, pytest.raises(EngineError, match="scored position 3"):
+    with ThreadPoolExecutor(2) as pool, pytest.raises(EngineError, match="row 3"):
         encode(bad, full=True, pool=pool)
 
 

@@ -223,7 +223,7 @@ def check_finite(block: Float32Array, best: Float32Array, first_row: int) -> Non
         row = first_row + int(np.argmax(bad))
         values = block[int(np.argmax(bad))]
         kind = "NaN" if np.isnan(values).any() else "infinite"
-        raise EngineError(f"logits are {kind} at scored position {row} ({int(bad.sum())} rows of this block)")
+        raise EngineError(f"logits are {kind} at row {row} ({int(bad.sum())} such rows in its block)")
 
 
 def top_indices(block: Float32Array, k: int) -> NDArray[np.int64]:

@@ -1,6 +1,15 @@
 """Recordings on disk: versioned, atomic, checked.  The format is described in `docs/formats.md`."""
 
 from agreement.store.arrays import Arrays, read_arrays, write_arrays, write_file
-from agreement.store.run import BASELINE_PASS, RunStore, read_json
+from agreement.store.run import BASELINE_PASS, RunStore, read_json, refuse_foreign
 
-__all__ = ["BASELINE_PASS", "Arrays", "RunStore", "read_arrays", "read_json", "write_arrays", "write_file"]
+__all__ = [
+    "BASELINE_PASS",
+    "Arrays",
+    "RunStore",
+    "read_arrays",
+    "read_json",
+    "refuse_foreign",
+    "write_arrays",
+    "write_file",
+]

@@ -32,6 +32,7 @@ FORMAT = "agreement-run"
 FORMAT_VERSION = 1
 BASELINE_PASS = "baseline"  # noqa: S105  # a pass over the corpus, not a password
 CHUNKS_FILE = "chunks.agr"
+RUN_FILE = "run.json"
 # What a run that was killed before it began may have left.
 _BEFORE_A_RUN = frozenset({"lock", "engine.log", CHUNKS_FILE, f"{CHUNKS_FILE}.partial", "run.json.partial"})
 LOCK_WAIT_SECONDS = 3.0  # a killed run's worker needs a moment to let go of the lock it inherited
@@ -65,12 +66,9 @@ class RunStore:
         Raises:
             StoreError: There is a run at `path` already, something else is in the way, or it cannot be written.
         """
-        if (path / "run.json").exists():
+        if (path / RUN_FILE).exists():
             raise StoreError(f"{path} already holds a run; continue it with --resume or choose another -o")
-        if path.exists() and (
-            not path.is_dir() or any(p.name.lstrip(".") not in _BEFORE_A_RUN for p in path.iterdir())
-        ):
-            raise StoreError(f"{path} exists and is not a run directory; choose another -o")
+        refuse_foreign(path)
         store = cls(path, {"identity": identity, "about": about, "settings": [], "passes": {}})
         make_folder(path)
         arrays, meta = chunks
@@ -85,7 +83,7 @@ class RunStore:
         Raises:
             StoreError: No run there, a damaged `run.json`, or another format version.
         """
-        file = path / "run.json"
+        file = path / RUN_FILE
         try:
             header = json.loads(file.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
@@ -111,7 +109,7 @@ class RunStore:
         """Write `run.json`: the same content gives the same bytes."""
         data = {"format": FORMAT, "format_version": FORMAT_VERSION, **self.header}
         text = json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
-        write_file(self.path / "run.json", text.encode(), durable=True)
+        write_file(self.path / RUN_FILE, text.encode(), durable=True)
 
     def require_identity(self, identity: dict[str, Any], *, ignore: tuple[str, ...] = ()) -> None:
         """Refuse to go on if something differs that must be equal.
@@ -181,8 +179,9 @@ class RunStore:
         self.save_header()
 
     def is_finished(self, pass_name: str) -> bool:
-        """Say whether `run.json` calls the pass complete."""
-        return pass_name in self.header["passes"]
+        """Say whether `run.json` calls the pass complete, and no chunk of it has been taken away since."""
+        n_chunks = int(self.header["identity"]["chunks"]["n_chunks"])
+        return pass_name in self.header["passes"] and all(self.has_chunk(pass_name, i) for i in range(n_chunks))
 
     def write_report(self, data: dict[str, Any]) -> None:
         """Write `report.json`; keys keep their order, which is the order in which a report shows its facts."""
@@ -221,6 +220,18 @@ class RunStore:
             with contextlib.suppress(ValueError):
                 entries.append(json.loads(line))
         return entries
+
+
+def refuse_foreign(path: Path) -> None:
+    """Refuse a path where something else than a run lies.
+
+    Raises:
+        StoreError: A file, or a folder with anything in it that no run leaves behind.
+    """
+    if not path.exists() or (path / RUN_FILE).exists():
+        return
+    if not path.is_dir() or any(p.name.lstrip(".") not in _BEFORE_A_RUN for p in path.iterdir()):
+        raise StoreError(f"{path} exists and is not a run directory; choose another -o")
 
 
 def read_json(path: Path, when_missing: str) -> dict[str, Any]:
