@@ -239,7 +239,7 @@ def test_what_a_verdict_says() -> None:
     assert (estimate.method, estimate.confidence, estimate.design_effect) == (METHOD, 0.95, None)  # clusters are equal
     assert estimate.note == test.assumption
     assert "hardly any agrees less than 76.5% (13.5 points below the bound)" in test.assumption
-    assert "at most 0.05 of runs" in test.assumption
+    assert "at most 5% of runs give a wrong verdict, 7% if one document in ten is much worse" in test.assumption
     tail = test.rules.tails[test.rules.looks.index(state.clusters)]
     assert state.look_confidence == pytest.approx(1 - 2 * tail)
     assert state.unseen_needed == pytest.approx(18.0)
@@ -288,6 +288,12 @@ def test_the_confidence_of_the_requirement_counts_first() -> None:
     requirement = Requirement("x", "agreement", ">=", 0.9, confidence=0.99)
     assert SequentialTest(requirement).rules == make_rules(0.9, confidence=0.99)
     assert SequentialTest(AT_LEAST_90, confidence=0.9).rules == make_rules(0.9, confidence=0.9)
+
+
+def test_the_documented_example(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[1] / "docs/sequential.md").read_text(encoding="utf-8")
+    exec(text.split("```python")[1].split("```")[0], {"counts": [(190, 200)] * 60})
+    assert "agreement is at or above the bound, safely so after" in capsys.readouterr().out
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------

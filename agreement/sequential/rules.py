@@ -12,7 +12,7 @@ from agreement.errors import GateError
 from agreement.intervals.clusters import Float64Array
 
 DEFAULT_CLUSTERS = 60
-# Fewer say too little of how clusters differ: the t quantile that a look at five would need is above 5.
+# Fewer say too little of how clusters differ: the t quantile of a look at five would be 6.
 FIRST_LOOK = 6
 # More looks are more work and hardly earlier: a corpus of 120 clusters is looked at after every second one.
 MOST_LOOKS = 60

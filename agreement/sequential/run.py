@@ -168,10 +168,12 @@ class SequentialTest:
     def assumption(self) -> str:
         """What the verdict rests on, for the output."""
         rules = self.rules
+        error = 100.0 * (1.0 - rules.confidence)
         return (
-            f"sequential: a wrong verdict in at most {1.0 - rules.confidence:.3g} of runs is simulated, not proven; "
-            "assumed: documents come in random order, and hardly any agrees less than "
-            f"{100.0 * rules.worst:.4g}% ({100.0 * (rules.bound - rules.worst):.3g} points below the bound)"
+            f"sequential: by simulation, not by proof, at most {error:.3g}% of runs give a wrong verdict, "
+            f"{1.4 * error:.3g}% if one document in ten is much worse; assumed: documents come in random order, and "
+            f"hardly any agrees less than {100.0 * rules.worst:.4g}% "
+            f"({100.0 * (rules.bound - rules.worst):.3g} points below the bound)"
         )
 
     def judgement(self) -> Judgement:

@@ -180,7 +180,7 @@ class RunStore:
 
     def is_finished(self, pass_name: str) -> bool:
         """Say whether `run.json` calls the pass complete, and no chunk of it has been taken away since."""
-        n_chunks = int(self.header["identity"]["chunks"]["n_chunks"])
+        n_chunks = int(self.header["identity"].get("chunks", {}).get("n_chunks", 0))
         return pass_name in self.header["passes"] and all(self.has_chunk(pass_name, i) for i in range(n_chunks))
 
     def write_report(self, data: dict[str, Any]) -> None:

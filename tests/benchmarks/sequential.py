@@ -338,8 +338,8 @@ def report(*, n_runs: int, seed: int, command: str) -> tuple[str, list[tuple[Poi
         (
             "Other mixtures",
             (
-                "Correlation 0.005 within each kind. Assumed are at most 13.5 points below the bound: 5 % of clusters, 15 "
-                "points worse, lie 14.25 below it, and those 20 or 30 points worse further still."
+                "Correlation 0.005 within each kind. At most 13.5 points below the bound are assumed; those 15 points "
+                "worse at 5 % lie 14.25 below it, those 20 or 30 points worse further still."
             ),
             beyond_rows(),
         ),
