@@ -19,7 +19,7 @@ from agreement.recording import LogitsMode, Vocabulary
 from agreement.records import Chunking, ChunkSet, Corpus, ModelFile, Setting
 from agreement.scoring import default_top_k, row_bytes
 from agreement.settings import check_against_model, metadata_overrides
-from agreement.workers import Runner
+from agreement.workers.client import Runner
 
 _ROW_BYTES_SCORES = 7 * 4 + 2 * 4 + 1
 

@@ -25,7 +25,7 @@ from agreement.settings import BASELINE, experts_setting, with_model
 from agreement.settings import noise_floor as floor_setting
 from agreement.store import BASELINE_PASS, RunStore, refuse_foreign
 from agreement.summary import finish
-from agreement.workers import Runner, WorkerRunner
+from agreement.workers.client import Runner, WorkerRunner
 
 
 @dataclass(frozen=True)

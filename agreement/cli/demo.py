@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from agreement.cli.output import show_reports
+from agreement.workers.spawn import start_spare
 
 
 @click.command("demo")
@@ -26,6 +27,7 @@ def demo_command(out: Path, chunks: int) -> None:
     was trained and by other hands, the second is part of what it was trained on. What an earlier demo has done is
     not done again.
     """
+    start_spare()  # before anything heavy is loaded here
     from agreement.cli.progress import ProgressView
     from agreement.corpus import load
     from agreement.demo import CORPORA, MODEL

@@ -11,6 +11,7 @@ import click
 
 from agreement.cli import options
 from agreement.cli.output import show_reports
+from agreement.workers.spawn import start_spare
 
 if TYPE_CHECKING:
     from agreement.plan import ChunkOptions
@@ -99,6 +100,7 @@ def sweep_command(
     \b
     agreement sweep model.gguf ~/src/project --experts 7,6,4,2 -o runs/project
     """
+    start_spare()  # before anything heavy is loaded here
     from agreement.cli.progress import ProgressView
     from agreement.runs import sweep
 
@@ -134,6 +136,7 @@ def record_command(model: str, corpus: str, out: Path, quiet: bool, **given: Any
     agreement record model.gguf ~/src/project -o runs/project
     agreement compare runs/project --experts 7,6
     """
+    start_spare()  # before anything heavy is loaded here
     from agreement.cli.progress import ProgressView
     from agreement.runs import record
 

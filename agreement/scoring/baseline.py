@@ -237,8 +237,7 @@ def top_indices(block: Float32Array, k: int) -> NDArray[np.int64]:
     if r == 0:
         return np.empty((0, min(k, n)), np.int64)
     if n < 64 * groups or k * 4 > n // groups:
-        rows = [np.lexsort((np.arange(n), -row))[:k] if n <= 512 else _top_of(row, np.arange(n), k) for row in block]
-        return np.stack(rows)
+        return _top_of_rows(block, min(k, n))
     whole = n // groups * groups
     maxima = block[:, :whole].reshape(r, groups, -1).max(axis=1)  # groups of every (n // groups)-th value
     bound = np.partition(maxima, maxima.shape[1] - k, axis=1)[:, -k]
@@ -246,6 +245,21 @@ def top_indices(block: Float32Array, k: int) -> NDArray[np.int64]:
     for i in range(r):
         candidates = np.flatnonzero(~(block[i] < bound[i]))
         result[i] = _top_of(block[i, candidates], candidates, k)
+    return result
+
+
+def _top_of_rows(block: Float32Array, k: int) -> NDArray[np.int64]:
+    """Select in all rows at once; rows with a tie at the k-th place, or a NaN, one by one."""
+    n = block.shape[1]
+    bound = np.partition(block, n - k, axis=1)[:, n - k]
+    chosen = block >= bound[:, None]
+    plain = chosen.sum(axis=1) == k
+    result = np.empty((len(block), k), np.int64)
+    ids = np.nonzero(chosen[plain])[1].reshape(-1, k)  # ascending in each row, so a stable sort keeps the lower first
+    order = np.argsort(-np.take_along_axis(block[plain], ids, axis=1), axis=1, kind="stable")
+    result[plain] = np.take_along_axis(ids, order, axis=1)
+    for i in np.flatnonzero(~plain):
+        result[i] = _top_of(block[i], np.arange(n), k)
     return result
 
 

@@ -122,13 +122,9 @@ def plan_reading(
     within = as_given(options, work, wishes)
     beside = bytes_beside(within, work, costs)
     free = keep_free(beside, host, costs)
-    if model.bytes_total + beside + free <= host.available:
+    # Weights on a GPU take no main memory, how much is not known here: such a run is left as the user set it.
+    if options.n_gpu_layers or model.bytes_total + beside + free <= host.available:
         return _in_memory(model, host, options, work, wishes, within, (beside, free))
-    if options.n_gpu_layers:
-        raise UsageError(
-            f"-ngl {options.n_gpu_layers}: reading is planned for a model in main memory only; leave it out, or give "
-            "-ub and --hold off to run without a plan"
-        )
     candidates = [candidate(s, model, host, work, costs, wishes) for s in shapes(work, wishes)]
     possible = [c for c in candidates if c is not None]
     if not possible:
@@ -169,13 +165,16 @@ def _in_memory(
     beside, free = needs
     passes = wishes.passes or "separate"
     spare = host.available - model.bytes_total - beside - free
+    memory = Choice(
+        "memory",
+        f"the model stays in memory, with {size_text(max(0, spare))} to spare",
+        f"{size_text(model.bytes_total)} of weights and {size_text(beside)} beside them, of "
+        f"{size_text(host.available)} ({host.source})",
+    )
+    if options.n_gpu_layers:
+        memory = Choice("memory", "not planned for", f"-ngl {options.n_gpu_layers} puts weights on a GPU")
     choices = [
-        Choice(
-            "memory",
-            f"the model stays in memory, with {size_text(spare)} to spare",
-            f"{size_text(model.bytes_total)} of weights and {size_text(beside)} beside them, of "
-            f"{size_text(host.available)} ({host.source})",
-        ),
+        memory,
         Choice("passes", passes, _asked(wishes.passes) or "in memory fewer experts also compute less"),
     ]
     return ReadingPlan(

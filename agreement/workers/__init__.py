@@ -1,5 +1,5 @@
-"""Passes in a process of their own: a crash of the engine costs one pass and gives a message."""
+"""Passes in a process of their own: a crash of the engine costs one pass and gives a message.
 
-from agreement.workers.client import Runner, WorkerRunner
-
-__all__ = ["Runner", "WorkerRunner"]
+`client` is the parent's side, `child` the worker's, `spawn` what starts one; nothing is imported here, so that a
+worker can be started before the parent loads anything heavy.
+"""

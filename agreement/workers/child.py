@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from agreement.errors import AgreementError
 from agreement.recording import Progress
 from agreement.runner import FullRunner
+from agreement.workers.spawn import receive
 
 _PR_SET_PDEATHSIG = 1
 _WITH_PROGRESS = frozenset({"record_baseline", "run_setting", "run_one_pass"})
@@ -68,8 +69,12 @@ def main() -> None:
     _end_with_parent()
     if os.getppid() != int(sys.argv[2]):  # it died before the line above
         return
-    with Connection(int(sys.argv[1])) as pipe, contextlib.suppress(BrokenPipeError):
+    with Connection(int(sys.argv[1])) as pipe, contextlib.suppress(BrokenPipeError, EOFError):
+        log, *kept_open = receive(pipe)  # the lock, if there is one, stays open as long as this process
+        for standard in (sys.stdout, sys.stderr):
+            os.dup2(log, standard.fileno())
         serve(pipe)
+        del kept_open
 
 
 if __name__ == "__main__":

@@ -6,11 +6,9 @@ In: calls.  Out: results, progress, and an `EngineError` with the engine's last 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +19,7 @@ from agreement.preflight import Preflight
 from agreement.recording import LogitsMode, Progress, ProgressListener, Vocabulary
 from agreement.records import ChunkSet, EngineOptions, ModelFile, Setting
 from agreement.store import RunStore
+from agreement.workers import spawn
 
 _LAST_BYTES = 65536
 
@@ -164,22 +163,11 @@ class WorkerRunner:
             self._spawn()
 
     def _spawn(self) -> None:
-        ours, theirs = multiprocessing.Pipe()
-        keep = (theirs.fileno(), *(() if self._lock is None else (self._lock,)))
-        # OpenMP threads that spin after each graph take the processor from the scoring threads.
-        environment = {"OMP_WAIT_POLICY": "passive", **os.environ}
-        with self._log_path.open("ab") as log:
-            self._process = subprocess.Popen(  # noqa: S603  # our own interpreter and module
-                [sys.executable, "-m", "agreement.workers.child", str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=keep,
-                env=environment,
-            )
-        theirs.close()
-        self._pipe = ours
+        child = spawn.take()
+        self._process, self._pipe = child.process, child.pipe
         self._greeted = False
+        with self._log_path.open("ab") as log, contextlib.suppress(OSError):  # a dead worker shows at the first call
+            spawn.hand_over(child, (log.fileno(), *(() if self._lock is None else (self._lock,))))
 
     def _call(
         self,

@@ -82,7 +82,7 @@ def peak_memory(model: Path, text: Path, out: Path, given: argparse.Namespace, c
     shutil.rmtree(out, ignore_errors=True)
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     (line,) = (text for text in done.stdout.splitlines() if text.startswith("PEAK"))
-    return int(line.split()[1]) / (1 if sys.platform == "darwin" else 1024) / 1000 * 1.024
+    return int(line.split()[1]) * (1 if sys.platform == "darwin" else 1024) / 1e6
 
 
 def main() -> int:
