@@ -34,9 +34,16 @@ def resolve_options(options: EngineOptions, n_ctx: int, n_sequences: int) -> Eng
         raise UsageError(f"-b {options.n_batch} -ub {options.n_ubatch}: both must be at least 1")
     if n_sequences > MAX_SEQUENCES:
         raise UsageError(f"{n_sequences} chunks side by side; llama.cpp takes at most {MAX_SEQUENCES}: lower -b")
-    threads = options.n_threads or len(os.sched_getaffinity(0))
+    threads = options.n_threads or _usable_processors()
     n_batch = min(options.n_batch, n_ctx * n_sequences)
     return replace(options, n_threads=threads, n_batch=n_batch, n_ubatch=min(options.n_ubatch, n_batch))
+
+
+def _usable_processors() -> int:
+    """Return the processors this process may run on; all there are where the system does not say."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def other_shape(options: EngineOptions, n_ctx: int) -> EngineOptions:
