@@ -6,7 +6,7 @@ In: a model, a corpus, settings and options.  Out: `Plan`: chunks cut, sizes kno
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -14,11 +14,23 @@ import numpy as np
 from agreement import chunks as chunking
 from agreement.corpus import counted, joined_text
 from agreement.errors import SettingError
+from agreement.memory import read_memory
 from agreement.model_file import model_digest, require_moe
 from agreement.recording import LogitsMode, Vocabulary
-from agreement.records import Chunking, ChunkSet, Corpus, ModelFile, Setting
+from agreement.records import Chunking, ChunkSet, Corpus, EngineOptions, ModelFile, Setting
 from agreement.scoring import default_top_k, row_bytes
 from agreement.settings import check_against_model, metadata_overrides
+from agreement.streaming import (
+    Host,
+    ReadingPlan,
+    Wishes,
+    Work,
+    estimated_costs,
+    lock_allowance,
+    measured_costs,
+    memory_available,
+    plan_reading,
+)
 from agreement.workers.client import Runner
 
 _ROW_BYTES_SCORES = 7 * 4 + 2 * 4 + 1
@@ -63,6 +75,7 @@ class Plan:
         sizes: Bytes of the recording by logits mode, to choose between.
         identity: What must be equal for two passes to be comparable.
         about: What is worth knowing beside it.
+        reading: How the weights are read.
     """
 
     model: ModelFile
@@ -77,6 +90,7 @@ class Plan:
     sizes: dict[str, int]
     identity: dict[str, Any]
     about: dict[str, Any]
+    reading: ReadingPlan
 
     @property
     def n_positions(self) -> int:
@@ -115,6 +129,7 @@ def make_plan(
     logits: LogitsMode = "full",
     top_k: int | None = None,
     passes: Passes = "auto",
+    wishes: Wishes | None = None,
 ) -> Plan:
     """Tokenise the corpus, cut it into chunks and work out sizes and identity.
 
@@ -141,6 +156,13 @@ def make_plan(
         bos=vocabulary.bos,
     )
     mode, reason = choose_passes(passes, settings, model)
+    decided = mode if passes != "auto" or any(is_policy(s) for s in settings) else None
+    wishes = replace(wishes or Wishes(), passes=None if decided == "auto" else decided)
+    reading = reading_plan(model, runner, vocabulary.options, cut, settings, wishes, logits)
+    if not reading.fits:
+        mode, reason = reading.passes, "see reading"
+        engine = runner.configure(reading.options(vocabulary.options), reading.n_sequences)
+        vocabulary = replace(vocabulary, options=engine)
     kept = top_k or default_top_k(vocabulary.n_vocab, full=logits == "full")
     return Plan(
         model=model,
@@ -156,8 +178,40 @@ def make_plan(
             mode: recording_bytes(cut, vocabulary.n_vocab, full=mode == "full", top_k=top_k) for mode in ("full", "top")
         },
         identity=_identity(model, vocabulary, cut, logits, kept, mode, settings),
-        about=_about(model, corpus, cut),
+        about={**_about(model, corpus, cut), **({} if reading.fits else {"reading": reading.lines()})},
+        reading=reading,
     )
+
+
+def reading_plan(
+    model: ModelFile,
+    runner: Runner,
+    options: EngineOptions,
+    chunks: ChunkSet,
+    settings: Sequence[Setting],
+    wishes: Wishes,
+    logits: LogitsMode,
+) -> ReadingPlan:
+    """Plan how the weights are read; a model that does not fit is planned again with sizes the engine measured.
+
+    Raises:
+        UsageError: See `plan_reading`.
+    """
+    routed = [s for s in settings if is_routing(s) and (s.experts or 0) <= (model.n_expert_used or 0)]
+    work = Work(chunks.n_chunks, chunks.n_ctx, chunks.n_scored, len(routed), len(settings) - len(routed))
+    memory = read_memory()
+    host = Host(memory_available(memory), memory.source, lock_allowance())
+    costs = estimated_costs(model, options, chunks.n_ctx, full_logits=logits == "full")
+    plan = plan_reading(model, host, options, work, costs, wishes)
+    for _ in range(2):  # once more, since the measured sizes lead to another shape
+        if plan.fits:
+            break
+        outputs = plan.n_sequences * min(chunks.n_scored, plan.n_ubatch)
+        log = runner.measure(plan.n_ubatch, plan.n_sequences, outputs)
+        tokens = plan.n_sequences * chunks.n_ctx
+        costs = measured_costs(costs, log, n_ubatch=plan.n_ubatch, n_outputs=outputs, n_tokens=tokens)
+        plan = plan_reading(model, host, options, work, costs, wishes)
+    return plan
 
 
 def is_routing(setting: Setting) -> bool:

@@ -18,7 +18,7 @@ from agreement.chunks import from_arrays
 from agreement.engine import Engine, EngineInfo, LogitsPart, SettingProof, load_engine
 from agreement.engine.options import other_shape, resolve_options, sequences_per_batch
 from agreement.errors import EngineError, NoEffectError
-from agreement.preflight import Preflight, preflight
+from agreement.preflight import Preflight, preflight, short_preflight
 from agreement.records import ChunkSet, EngineOptions, Int32Array, ModelFile, PositionScores, Setting
 from agreement.scoring import BaselineRows, default_top_k, encode_rows, position_scores, score_rows
 from agreement.scoring.compare import RowScores
@@ -85,12 +85,16 @@ class PassRunner:
     def __init__(self, model: ModelFile, options: EngineOptions, n_ctx: int, *, log: LogListener | None = None) -> None:
         self.model = model
         self.n_ctx = n_ctx
-        self.n_sequences = sequences_per_batch(options, n_ctx)
-        self.options = resolve_options(options, n_ctx, self.n_sequences)
+        self.set_options(options, sequences_per_batch(options, n_ctx))
         self._log = log
         self._engine: Engine | None = None
         self._loaded: Setting | None = None
         self._load_seconds = 0.0
+
+    def set_options(self, options: EngineOptions, n_sequences: int) -> None:
+        """Take engine options for the next load, with room for `n_sequences` chunks side by side."""
+        self.n_sequences = n_sequences
+        self.options = resolve_options(options, self.n_ctx, n_sequences)
 
     def tokenise(self, texts: Sequence[str]) -> Vocabulary:
         """Return the ids of each text, from a load of the vocabulary alone."""
@@ -103,9 +107,11 @@ class PassRunner:
         finally:
             engine.close()
 
-    def preflight(self, chunks: ChunkSet) -> Preflight:
-        """Run the stability check of `agreement.preflight` on the first chunk."""
+    def preflight(self, chunks: ChunkSet, *, short: bool = False) -> Preflight:
+        """Run the stability check of `agreement.preflight` on the first chunk, or on its first tokens."""
         engine = self._load(BASELINE)
+        if short:
+            return short_preflight(engine, self.model, chunks.tokens[0], room=self.n_sequences)
         return preflight(engine, chunks.tokens[0], chunks.first, chunks.last, room=self.n_sequences)
 
     def record_baseline(
@@ -152,7 +158,7 @@ class PassRunner:
         """
         if not setting.again:
             return self._score(run, setting, progress)
-        self.close()  # the noise floor's engine has another shape and takes this one's place
+        self.close_engine()  # the noise floor's engine has another shape and takes this one's place
         other = PassRunner(self.model, other_shape(self.options, self.n_ctx), self.n_ctx, log=self._log)
         try:
             facts = other._score(run, setting, progress)
@@ -181,6 +187,10 @@ class PassRunner:
         return {"proof": asdict(engine.proof)}
 
     def close(self) -> None:
+        """Free everything."""
+        self.close_engine()
+
+    def close_engine(self) -> None:
         """Free the engine."""
         if self._engine is not None:
             self._engine.close()
@@ -188,7 +198,7 @@ class PassRunner:
 
     def _load(self, setting: Setting) -> Engine:
         if self._engine is None or self._loaded != setting:
-            self.close()
+            self.close_engine()
             started = time.monotonic()
             try:
                 self._engine = load_engine(

@@ -9,12 +9,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from agreement.engine import load_engine
+import numpy as np
+
+from agreement.engine import Engine, load_engine, measure_context, without_read_ahead
+from agreement.errors import EngineError
+from agreement.memory import read_memory
 from agreement.onepass import Layout, equality, one_pass_layout, run_one_pass
+from agreement.preflight import SHORT, Preflight, short_preflight
 from agreement.recording import LogitsMode, PassRunner, ProgressListener, load_chunks
-from agreement.records import ChunkSet, Setting
-from agreement.settings import BASELINE
+from agreement.records import ChunkSet, EngineOptions, Float32Array, Int32Array, Setting
+from agreement.routing import Policy
+from agreement.settings import BASELINE, experts_setting
 from agreement.store import RunStore
+from agreement.streaming import Hold, MemoryUse, bytes_read, hold_order, memory_available, memory_use
 
 
 def _no_progress(_progress: object) -> None:
@@ -25,10 +32,86 @@ class FullRunner(PassRunner):
     """A `PassRunner` that can also run many settings in one pass."""
 
     _layout: Layout | None = None
+    _hold: Hold | None = None
+
+    def configure(self, options: EngineOptions, n_sequences: int) -> EngineOptions:
+        """Take other options, as the plan of reading chose them; return them complete."""
+        self.close_engine()
+        self.set_options(options, n_sequences)
+        return self.options
+
+    def measure(self, n_ubatch: int, n_sequences: int, n_outputs: int) -> tuple[str, ...]:
+        """Return the engine's log of a context of that size, laid out but not allocated."""
+        return measure_context(
+            self.model,
+            self.options,
+            n_ctx=self.n_ctx,
+            n_sequences=n_sequences,
+            n_outputs=n_outputs,
+            n_ubatch=n_ubatch,
+        )
+
+    def hold(self, n_bytes: int, keep_free: int) -> str:
+        """Hold so many bytes of the model's file, more or fewer than before; return a note if it could not be all."""
+        if self._hold is not None and n_bytes <= self._hold.held:
+            self._hold.shrink(n_bytes)
+            return ""
+        if self._hold is not None:
+            self._hold.close()
+        self._hold = Hold(
+            hold_order(self.model), n_bytes, room=lambda: memory_available(read_memory()), keep_free=keep_free
+        )
+        return self._hold.note
+
+    def counters(self) -> tuple[int | None, MemoryUse | None]:
+        """Return the bytes this process has read and the memory it takes; None where the system does not say."""
+        return bytes_read(), memory_use()
+
+    def check_one_pass(self, chunks: ChunkSet, settings: Sequence[Setting], *, compare: bool = False) -> Preflight:
+        """Check on few tokens that the engine of a one pass repeats itself, and that its hook equals an override.
+
+        Args:
+            chunks: The chunks of the run.
+            settings: Settings of the pass.
+            compare: Also compare hook and override, which costs a load more.
+
+        Raises:
+            EngineError: They differ; or see `preflight`.
+        """
+        head = np.stack([chunks.tokens[0, :SHORT]] * 2)
+        experts = min(s.experts or 1 for s in settings)
+        expected = self._overridden(head, experts, len(settings), chunks) if compare else None
+        engine, layout = self._hooked(len(settings), chunks)
+        if expected is not None:
+            apart = np.abs(self._last_of_two(engine, head, (None, Policy("experts", experts))) - expected).max()
+            if not apart == 0:  # not `!=`: a NaN is no agreement
+                raise EngineError(
+                    f"the router hook and the metadata override differ by up to {apart:.3g} in a logit on this engine; "
+                    "use --passes separate"
+                )
+        return short_preflight(engine, self.model, chunks.tokens[0], room=layout.n_sequences)
+
+    def _overridden(self, tokens: Int32Array, experts: int, n_settings: int, chunks: ChunkSet) -> Float32Array:
+        """Return logits under an override, from an engine of the hooked one's shape: sums in the same order."""
+        self.close_engine()
+        layout = one_pass_layout(n_settings, chunks.n_chunks, chunks.n_ctx, self.options.n_ubatch)
+        engine = load_engine(
+            self.model,
+            experts_setting(experts),
+            layout.options(self.options),
+            n_ctx=chunks.n_ctx,
+            n_sequences=layout.n_sequences,
+            n_outputs=tokens.size,
+            log=self._log,
+        )
+        try:
+            return self._last_of_two(engine, tokens, None)
+        finally:
+            engine.close()
 
     def hook_difference(self, chunks: ChunkSet, experts: int) -> float:
         """Return the largest logit difference between the router hook and the override on the first chunk."""
-        self.close()
+        self.close_engine()
         first, last = chunks.first, chunks.last
         return equality(self.model, self.options, chunks.tokens[0], first, last, experts=experts, log=self._log)
 
@@ -55,26 +138,14 @@ class FullRunner(PassRunner):
             progress: Called after each block.
         """
         chunks = load_chunks(run)
-        layout = one_pass_layout(len(settings), chunks.n_chunks, chunks.n_ctx, self.options.n_ubatch)
+        engine, layout = self._hooked(len(settings), chunks)
         if n_chunks is not None:
             part = slice(0, min(n_chunks, chunks.n_chunks))
             chunks = replace(
                 chunks, tokens=chunks.tokens[part], targets=chunks.targets[part], cluster=chunks.cluster[part]
             )
-        if self._engine is None or self._layout != layout:
-            self.close()
-            self._engine = load_engine(
-                self.model,
-                BASELINE,
-                layout.options(self.options),
-                n_ctx=chunks.n_ctx,
-                n_sequences=layout.n_sequences,
-                hooked=True,
-                log=self._log,
-            )
-            self._layout = layout
         return run_one_pass(
-            self._engine,
+            engine,
             run,
             chunks,
             settings,
@@ -85,7 +156,41 @@ class FullRunner(PassRunner):
             progress=progress,
         )
 
-    def close(self) -> None:
-        """Free the engine."""
-        super().close()
+    def _last_of_two(self, engine: Engine, tokens: Int32Array, routing: Sequence[Policy | None] | None) -> Float32Array:
+        """Return a copy of the second sequence's logits, (n_tokens, n_vocab), reading only what is touched."""
+        out = np.full((tokens.shape[1], engine.n_vocab), np.nan, np.float32)
+        with without_read_ahead(self.model.shards):
+            for part in engine.decode(tokens, 0, tokens.shape[1], routing=routing):
+                if part.sequence == 1:
+                    out[part.first : part.first + len(part.logits)] = part.logits
+        return out
+
+    def _hooked(self, n_settings: int, chunks: ChunkSet) -> tuple[Engine, Layout]:
+        """Return the engine of a one pass over all chunks, and the layout it was loaded for."""
+        layout = one_pass_layout(n_settings, chunks.n_chunks, chunks.n_ctx, self.options.n_ubatch)
+        if self._engine is None or self._layout != layout:
+            self.close_engine()
+            self._engine = load_engine(
+                self.model,
+                BASELINE,
+                layout.options(self.options),
+                n_ctx=chunks.n_ctx,
+                n_sequences=layout.n_sequences,
+                n_outputs=layout.n_sequences * min(layout.piece, chunks.n_scored),
+                hooked=True,
+                log=self._log,
+            )
+            self._layout = layout
+        return self._engine, layout
+
+    def close_engine(self) -> None:
+        """Free the engine and keep what is held."""
+        super().close_engine()
         self._layout = None
+
+    def close(self) -> None:
+        """Free the engine and let go of what is held."""
+        self.close_engine()
+        if self._hold is not None:
+            self._hold.close()
+            self._hold = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,8 @@ from agreement.runner import FullRunner
 from agreement.settings import BASELINE, experts_setting, with_model
 from agreement.settings import noise_floor as floor_setting
 from agreement.store import BASELINE_PASS, RunStore, refuse_foreign
+from agreement.streaming import ReadingPlan, Wishes
+from agreement.streaming.shapes import PAGES_BYTES
 from agreement.summary import finish
 from agreement.workers.client import Runner, WorkerRunner
 
@@ -62,6 +64,7 @@ def sweep(
     logits: LogitsMode = "full",
     options: EngineOptions | None = None,
     passes: Passes = "auto",
+    wishes: Wishes | None = None,
     resume: bool = False,
     in_process: bool = False,
     listener: Listener = SILENT,
@@ -81,6 +84,7 @@ def sweep(
         options: Engine options.
         passes: `separate` loads the model once a setting; `one` decodes every chunk under all settings side by side
             and writes no recording; `auto` chooses, see `agreement.plan.choose_passes`.
+        wishes: What of the plan for a model larger than memory is decided already; `passes` is taken from above.
         resume: Continue the run that is already in `out`; whole chunks are kept.
         in_process: Run the engine in this process instead of a worker.
         listener: Hears how it goes.
@@ -94,13 +98,14 @@ def sweep(
     chosen = (*(experts_setting(n) for n in experts), *settings)
     if noise_floor:
         chosen = (floor_setting(model_file.read_model_file(model)), *chosen)
-    arguments = Request(model, corpus, out, chunks, logits, options, passes, resume, in_process, listener)
+    arguments = Request(model, corpus, out, chunks, logits, options, passes, resume, in_process, listener, wishes)
     with prepared(arguments, chosen) as (run, runner, plan):
         if plan.passes == "one":
             _one_pass(run, runner, plan, listener)
         else:
-            _baseline(run, runner, plan.logits, plan.top_k, listener)
+            _baseline(run, runner, plan, listener)
         _settings(run, runner, plan.model, chosen, listener)
+        _note_reading(run, runner, plan.reading)
         return finish(run)
 
 
@@ -119,7 +124,7 @@ def record(
     """Record the baseline alone: the first half of `sweep`, with the same arguments; returns the run."""
     arguments = Request(model, corpus, out, chunks, logits, options, "separate", resume, in_process, listener)
     with prepared(arguments, ()) as (run, runner, plan):
-        _baseline(run, runner, plan.logits, plan.top_k, listener)
+        _baseline(run, runner, plan, listener)
         return run
 
 
@@ -136,6 +141,7 @@ class Request(NamedTuple):
     resume: bool
     in_process: bool
     listener: Listener
+    wishes: Wishes | None = None
 
 
 @contextlib.contextmanager
@@ -149,9 +155,13 @@ def prepared(given: Request, settings: tuple[Setting, ...]) -> Iterator[tuple[Ru
     refuse_foreign(path)
     cutting = given.chunks or ChunkOptions()
     options = given.options or EngineOptions()
+    if given.resume:
+        options, given = _as_begun(path, options, given)
     with _locked_runner(header, options, cutting.n_ctx, path, in_process=given.in_process) as runner:
         text = _corpus(given.corpus)  # while the worker loads its libraries
-        plan = make_plan(header, text, settings, cutting, runner, logits=given.logits, passes=given.passes)
+        plan = make_plan(
+            header, text, settings, cutting, runner, logits=given.logits, passes=given.passes, wishes=given.wishes
+        )
         given.listener.plan(plan)
         yield _open_or_create(path, plan, resume=given.resume), runner, plan
 
@@ -215,6 +225,19 @@ def compare(
         return finish(run)
 
 
+def _as_begun(path: Path, options: EngineOptions, given: Request) -> tuple[EngineOptions, Request]:
+    """Return the options and wishes a streamed run began with: memory at hand may have changed since, its plan not."""
+    if not (path / "run.json").exists():
+        return options, given
+    header = RunStore.open(path).header
+    wishes = given.wishes or Wishes()
+    if "reading" not in header["about"] or wishes.n_ubatch is not None:
+        return options, given
+    begun = EngineOptions(**header["identity"]["options"])
+    passes = header["identity"]["recording"]["passes"]
+    return begun, given._replace(passes=passes, wishes=replace(wishes, n_ubatch=begun.n_ubatch))
+
+
 def _corpus(source: CorpusSource) -> Corpus:
     if isinstance(source, str | Path):
         return corpora.load(source)
@@ -252,7 +275,13 @@ def _one_pass(run: RunStore, runner: Runner, plan: Plan, listener: Listener) -> 
 def start_one_pass(run: RunStore, runner: Runner, plan: Plan, listener: Listener) -> None:
     """Note the settings in `run.json`, check the engine and announce the pass."""
     _register(run, plan.model, plan.settings)
-    _preflight(run, runner, listener)
+    if plan.reading.fits:
+        _preflight(run, runner, listener)
+    else:
+        runner.hold(plan.reading.hold_loading, PAGES_BYTES)
+        together = tuple(s for s in plan.settings if is_routing(s))
+        _keep_preflight(run, runner.check_one_pass(load_chunks(run), together), listener)
+        runner.hold(plan.reading.hold, 0)
     listener.passes(PASS_NAME, plan.chunks.n_chunks)
 
 
@@ -262,9 +291,21 @@ def finish_one_pass(run: RunStore, facts: dict[str, dict[str, Any]]) -> None:
         run.finish_pass(name, proof)
 
 
-def _preflight(run: RunStore, runner: Runner, listener: Listener) -> None:
+def _note_reading(run: RunStore, runner: Runner, reading: ReadingPlan) -> None:
+    """Put what was really read beside the plan, for a model that streams from disk."""
+    if reading.fits:
+        return
+    n_bytes, memory = runner.counters()
+    peak = None if memory is None else memory.peak
+    run.add_timing({"pass": "reading", "bytes": n_bytes, "bytes_planned": reading.bytes_expected, "peak": peak})
+
+
+def _preflight(run: RunStore, runner: Runner, listener: Listener, *, short: bool = False) -> None:
     """Check that the engine repeats itself, and keep what was found."""
-    result = runner.preflight(load_chunks(run))
+    _keep_preflight(run, runner.preflight(load_chunks(run), short=short), listener)
+
+
+def _keep_preflight(run: RunStore, result: Preflight, listener: Listener) -> None:
     facts = asdict(result)
     del facts["tokens_per_second"]  # volatile, and run.json must not depend on the weather
     run.header["about"]["preflight"] = facts
@@ -272,12 +313,15 @@ def _preflight(run: RunStore, runner: Runner, listener: Listener) -> None:
     listener.preflight(result)
 
 
-def _baseline(run: RunStore, runner: Runner, logits: LogitsMode, top_k: int, listener: Listener) -> None:
+def _baseline(run: RunStore, runner: Runner, plan: Plan, listener: Listener) -> None:
+    reading = plan.reading
+    if not reading.fits:
+        runner.hold(reading.hold, reading.bytes_beside + PAGES_BYTES)
     if run.is_finished(BASELINE_PASS):
         return
-    _preflight(run, runner, listener)
+    _preflight(run, runner, listener, short=not reading.fits)
     listener.passes(BASELINE_PASS, int(run.header["identity"]["chunks"]["n_chunks"]))
-    proof = runner.record_baseline(run, logits=logits, top_k=top_k, progress=listener.progress)
+    proof = runner.record_baseline(run, logits=plan.logits, top_k=plan.top_k, progress=listener.progress)
     run.finish_pass(BASELINE_PASS, proof)
 
 

@@ -531,7 +531,7 @@ def test_nan_names_setting_and_chunk(tmp_path: Path) -> None:
     chunks = make_chunks(1)
     layout = one_pass_layout(1, 1, chunks.n_ctx, 200)
     engine = load(path, BASELINE, layout.options(options(1)), n_sequences=2, hooked=True, n_ctx=chunks.n_ctx)
-    with pytest.raises(EngineError, match="baseline, chunk 0: logits are NaN"):
+    with pytest.raises(EngineError, match="baseline, chunk 0, rows from position 24 on: logits are NaN"):
         run_one_pass(engine, make_run(tmp_path / "run", chunks), chunks, SETTINGS[:1], layout=layout)
     engine.close()
 

@@ -9,6 +9,7 @@ import click
 
 if TYPE_CHECKING:
     from agreement.records import EngineOptions
+    from agreement.streaming import Wishes
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -112,6 +113,40 @@ engine_options = _stack(
     ),
     click.option("--repack/--no-repack", "repack", default=True, help="Let the engine repack weights at load."),
 )
+
+
+reading_options = _stack(
+    click.option(
+        "--hold",
+        default="auto",
+        metavar="BYTES|auto|off",
+        show_default=True,
+        help="How much of a model larger than memory to lock in memory.",
+    ),
+)
+
+
+def take_wishes(given: dict[str, Any]) -> Wishes:
+    """Take what the user decided about reading the weights out of a command's arguments.
+
+    Micro-batch and repacking count as decided where they were typed.
+    """
+    from agreement.streaming import Wishes
+
+    context = click.get_current_context()
+
+    def typed(name: str) -> Any:
+        source = context.get_parameter_source(name)
+        return given[name] if source is click.core.ParameterSource.COMMANDLINE else None
+
+    hold = given.pop("hold")
+    if hold not in ("auto", "off") and not hold.isdecimal():
+        raise click.BadParameter(f"{hold!r} is neither a number of bytes, 'auto' nor 'off'", param_hint="--hold")
+    return Wishes(
+        n_ubatch=typed("n_ubatch"),
+        hold=None if hold == "auto" else 0 if hold == "off" else int(hold),
+        repack=typed("repack"),
+    )
 
 
 def take_engine_options(given: dict[str, Any]) -> EngineOptions:

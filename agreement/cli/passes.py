@@ -74,6 +74,7 @@ def take_corpus(source: str, given: dict[str, Any]) -> Callable[[], Corpus]:
 @options.chunk_options
 @options.recording_options
 @options.engine_options
+@options.reading_options
 @click.option(
     "--passes",
     type=click.Choice(["auto", "one", "separate"]),
@@ -105,6 +106,7 @@ def sweep_command(
     from agreement.runs import sweep
 
     settings = _chosen(experts, extra_settings) or _default_settings(model)
+    wishes = options.take_wishes(given)
     text = take_corpus(corpus, given)
     with ProgressView(quiet=quiet) as view:
         report = sweep(
@@ -114,6 +116,7 @@ def sweep_command(
             settings=settings,
             chunks=_take_chunk_options(given),
             options=options.take_engine_options(given),
+            wishes=wishes,
             listener=view.listener(),
             **given,
         )

@@ -139,6 +139,8 @@ def plan_lines(plan: Plan) -> list[str]:
         f"passes     {_passes(plan)}",
         f"disk       {disk} with --logits {plan.logits} (recording: {sizes})",
     ]
+    if not plan.reading.fits:
+        lines += [f"reading    {line}" for line in plan.reading.lines()]
     lines += [f"note       {note}" for note in (*plan.corpus.notes, *chunks.notes, *model.warnings)]
     return lines
 

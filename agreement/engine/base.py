@@ -6,7 +6,7 @@ In: a model file, a setting, options.  Out: an `Engine`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from agreement.engine.hook import Kept
@@ -118,6 +118,7 @@ def load_engine(
     n_sequences: int,
     vocab_only: bool = False,
     hooked: bool = False,
+    n_outputs: int | None = None,
     log: Callable[[str], None] | None = None,
 ) -> Engine:
     """Load `model` under `setting` with room for `n_sequences` chunks of `n_ctx` tokens.
@@ -131,6 +132,8 @@ def load_engine(
         vocab_only: Load no weights; only `tokenize`, `bos` and `n_vocab` work.
         hooked: Put the router hook into the graph, so that `decode` takes `routing`; one token is decoded at once, to
             learn how the model routes.
+        n_outputs: Most positions of a micro-batch whose logits are ever wanted, None for all: the engine's buffer
+            holds that many rows of the vocabulary.
         log: Called with every line the engine logs, as it comes.
 
     Raises:
@@ -146,8 +149,23 @@ def load_engine(
         n_sequences=n_sequences,
         vocab_only=vocab_only,
         hooked=hooked,
+        n_outputs=n_outputs,
         log=log,
     )
+
+
+def measure_context(
+    model: ModelFile, options: EngineOptions, *, n_ctx: int, n_sequences: int, n_outputs: int, n_ubatch: int
+) -> tuple[str, ...]:
+    """Return what the engine logs when it lays out a context, without allocating it or reading a weight.
+
+    Raises:
+        EngineError: The engine cannot load the model's header or lay out the context.
+    """
+    from agreement.engine.llama import measured_context  # noqa: PLC0415  # as above
+
+    sized = replace(options, n_batch=n_ubatch, n_ubatch=n_ubatch, repack=False)
+    return measured_context(model, sized, n_ctx=n_ctx, n_sequences=n_sequences, n_outputs=n_outputs)
 
 
 def engine_build() -> str:

@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 from agreement.engine.base import EngineInfo, LogitsPart, SettingProof
 from agreement.engine.hook import Kept, RouterHook
 from agreement.engine.log import EngineLog
+from agreement.engine.mapping import without_read_ahead
 from agreement.engine.options import CACHE_TYPES, FLASH_ATTENTION, NUMA, resolve_options
 from agreement.errors import EngineError
 from agreement.records import EngineOptions, Int32Array, MetadataOverride, ModelFile, Setting
 from agreement.routing import Policy
-from agreement.settings import metadata_overrides
+from agreement.settings import BASELINE, metadata_overrides
 
 try:
     import llama_cpp.llama_cpp as llama
@@ -99,8 +100,12 @@ class LlamaEngine:
         n_sequences: int,
         vocab_only: bool = False,
         hooked: bool = False,
+        n_outputs: int | None = None,
+        no_alloc: bool = False,
         log: Callable[[str], None] | None = None,
     ) -> None:
+        self._n_outputs, self._no_alloc = n_outputs, no_alloc
+        self._shards = model.shards
         self._log = EngineLog(log)
         self._model: Any = None
         self._context: Any = None
@@ -137,6 +142,8 @@ class LlamaEngine:
         params.load_mode = (1 if self.options.use_mmap else 0) + (2 if self.options.use_mlock else 0)
         params.use_extra_bufts = self.options.repack
         params.vocab_only = vocab_only
+        if self._no_alloc:  # sizes only: nothing is allocated, nothing is read
+            params.no_alloc, params.load_mode = True, 0
         params.kv_overrides = ctypes.cast(self._keep_alive, ctypes.POINTER(llama.llama_model_kv_override))
         return params
 
@@ -146,6 +153,7 @@ class LlamaEngine:
         params.n_ctx = n_ctx * n_sequences
         params.n_batch, params.n_ubatch = o.n_batch, o.n_ubatch
         params.n_seq_max = n_sequences
+        params.n_outputs_max = self._n_outputs or 0
         params.n_threads = params.n_threads_batch = o.n_threads
         params.flash_attn_type = FLASH_ATTENTION[o.flash_attn]
         params.type_k, params.type_v = CACHE_TYPES[o.type_k], CACHE_TYPES[o.type_v]
@@ -160,7 +168,8 @@ class LlamaEngine:
             return
         batch = self._batch(np.zeros((1, 1), np.int32), 0, 0, 1)
         try:
-            self._hook.learn(lambda: self._decode_batch(batch))
+            with without_read_ahead(self._shards):
+                self._hook.learn(lambda: self._decode_batch(batch))
         except EngineError:
             self.close()
             raise
@@ -277,3 +286,21 @@ class LlamaEngine:
         if self._model:
             llama.llama_model_free(self._model)
             self._model = None
+
+
+def measured_context(
+    model: ModelFile, options: EngineOptions, *, n_ctx: int, n_sequences: int, n_outputs: int
+) -> tuple[str, ...]:
+    """Return the log lines of a context that is laid out but not allocated; see `agreement.engine.measure_context`."""
+    lines: list[str] = []
+    LlamaEngine(
+        model,
+        BASELINE,
+        options,
+        n_ctx=n_ctx,
+        n_sequences=n_sequences,
+        n_outputs=n_outputs,
+        no_alloc=True,
+        log=lines.append,
+    ).close()
+    return tuple(lines)

@@ -19,6 +19,7 @@ from agreement.preflight import Preflight
 from agreement.recording import LogitsMode, Progress, ProgressListener, Vocabulary
 from agreement.records import ChunkSet, EngineOptions, ModelFile, Setting
 from agreement.store import RunStore
+from agreement.streaming import MemoryUse
 from agreement.workers import spawn
 
 _LAST_BYTES = 65536
@@ -31,7 +32,7 @@ class Runner(Protocol):
         """See `PassRunner.tokenise`."""
         ...
 
-    def preflight(self, chunks: ChunkSet) -> Preflight:
+    def preflight(self, chunks: ChunkSet, *, short: bool = False) -> Preflight:
         """See `PassRunner.preflight`."""
         ...
 
@@ -61,6 +62,26 @@ class Runner(Protocol):
         progress: ProgressListener = ...,
     ) -> dict[str, dict[str, Any]]:
         """See `FullRunner.run_one_pass`."""
+        ...
+
+    def configure(self, options: EngineOptions, n_sequences: int) -> EngineOptions:
+        """See `FullRunner.configure`."""
+        ...
+
+    def measure(self, n_ubatch: int, n_sequences: int, n_outputs: int) -> tuple[str, ...]:
+        """See `FullRunner.measure`."""
+        ...
+
+    def hold(self, n_bytes: int, keep_free: int) -> str:
+        """See `FullRunner.hold`."""
+        ...
+
+    def counters(self) -> tuple[int | None, MemoryUse | None]:
+        """See `FullRunner.counters`."""
+        ...
+
+    def check_one_pass(self, chunks: ChunkSet, settings: Sequence[Setting], *, compare: bool = False) -> Preflight:
+        """See `FullRunner.check_one_pass`."""
         ...
 
     def close(self) -> None:
@@ -101,9 +122,9 @@ class WorkerRunner:
         result: Vocabulary = self._call("tokenise", (list(texts),))
         return result
 
-    def preflight(self, chunks: ChunkSet) -> Preflight:
+    def preflight(self, chunks: ChunkSet, *, short: bool = False) -> Preflight:
         """See `PassRunner.preflight`."""
-        result: Preflight = self._call("preflight", (chunks,))
+        result: Preflight = self._call("preflight", (chunks,), {"short": short})
         return result
 
     def record_baseline(
@@ -146,6 +167,31 @@ class WorkerRunner:
         result: dict[str, dict[str, Any]] = self._call(
             "run_one_pass", (run, tuple(settings)), kwargs, progress=progress
         )
+        return result
+
+    def configure(self, options: EngineOptions, n_sequences: int) -> EngineOptions:
+        """See `FullRunner.configure`."""
+        result: EngineOptions = self._call("configure", (options, n_sequences))
+        return result
+
+    def measure(self, n_ubatch: int, n_sequences: int, n_outputs: int) -> tuple[str, ...]:
+        """See `FullRunner.measure`."""
+        result: tuple[str, ...] = self._call("measure", (n_ubatch, n_sequences, n_outputs))
+        return result
+
+    def hold(self, n_bytes: int, keep_free: int) -> str:
+        """See `FullRunner.hold`."""
+        result: str = self._call("hold", (n_bytes, keep_free))
+        return result
+
+    def counters(self) -> tuple[int | None, MemoryUse | None]:
+        """See `FullRunner.counters`."""
+        result: tuple[int | None, MemoryUse | None] = self._call("counters", ())
+        return result
+
+    def check_one_pass(self, chunks: ChunkSet, settings: Sequence[Setting], *, compare: bool = False) -> Preflight:
+        """See `FullRunner.check_one_pass`."""
+        result: Preflight = self._call("check_one_pass", (chunks, tuple(settings)), {"compare": compare})
         return result
 
     def close(self) -> None:
