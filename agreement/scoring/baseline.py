@@ -17,7 +17,7 @@ from agreement.errors import EngineError, StoreError
 from agreement.records import Float32Array, Float64Array, Int32Array
 from agreement.scoring.compact import CompactRows, compact_bytes, encode_compact
 from agreement.scoring.idlist import UInt8Array
-from agreement.scoring.rows import for_each_block, row_blocks
+from agreement.scoring.rows import for_each_block, row_blocks, scratch
 
 CODE_MAX = 65535
 FULL_TOP_K = 32
@@ -126,21 +126,22 @@ def encode_rows(
         ids = top_indices(block, top_k)
         best = np.take_along_axis(block, ids[:, :1], axis=1)
         check_finite(block, best[:, 0], start)
-        p = np.subtract(block, best)
-        np.exp(p, out=p)
-        lse = best + np.log(p.sum(axis=1, keepdims=True))
-        logprobs = block - lse
+        buffer = np.subtract(block, best, out=scratch(*block.shape))
+        np.exp(buffer, out=buffer)
+        lse = best + np.log(buffer.sum(axis=1, keepdims=True))
         top_ids[start:stop] = ids
-        top_logprobs[start:stop] = np.take_along_axis(logprobs, ids, axis=1)
-        target_logprob[start:stop] = np.take_along_axis(logprobs, targets[start:stop, None], axis=1)[:, 0]
+        top_logprobs[start:stop] = np.take_along_axis(block, ids, axis=1) - lse
+        target_logprob[start:stop] = (np.take_along_axis(block, targets[start:stop, None], axis=1) - lse)[:, 0]
         logsumexp[start:stop] = lse[:, 0]
         if codes is not None and low is not None and step is not None:
-            smallest = logprobs.min(axis=1)
-            width = (top_logprobs[start:stop, 0] - smallest) / np.float32(CODE_MAX)
-            low[start:stop], step[start:stop] = smallest, width
-            scaled = (logprobs - smallest[:, None]) * (1 / np.where(width > 0, width, 1))[:, None]
-            np.minimum(scaled + np.float32(0.5), CODE_MAX, out=scaled)  # the cast truncates: +0.5 rounds
-            codes[start:stop] = scaled.astype(np.uint16)
+            smallest = block.min(axis=1, keepdims=True)
+            width = (best - smallest) / np.float32(CODE_MAX)
+            low[start:stop], step[start:stop] = (smallest - lse)[:, 0], width[:, 0]
+            np.subtract(block, smallest, out=buffer)
+            buffer *= 1 / np.where(width > 0, width, 1)
+            buffer += np.float32(0.5)  # the cast truncates: this rounds
+            np.minimum(buffer, CODE_MAX, out=buffer)
+            np.copyto(codes[start:stop], buffer, casting="unsafe")
         else:
             compact[start] = encode_compact(block, ids, top_logprobs[start:stop])
 
@@ -216,9 +217,8 @@ def check_finite(block: Float32Array, best: Float32Array, first_row: int) -> Non
     Raises:
         EngineError: Some logit is not finite; names the first such row and how many rows have one.
     """
-    # A NaN anywhere makes the sum NaN, and so does +inf with -inf; float32 sums of finite logits stay far from inf.
-    with np.errstate(invalid="ignore", over="ignore"):
-        bad = ~(np.isfinite(best) & np.isfinite(block.sum(axis=1)))
+    # A NaN anywhere makes the minimum NaN, and an infinity is the minimum or the maximum.
+    bad = ~(np.isfinite(best) & np.isfinite(block.min(axis=1)))
     if bad.any():
         row = first_row + int(np.argmax(bad))
         values = block[int(np.argmax(bad))]

@@ -14,7 +14,7 @@ from agreement.errors import IdentityError
 from agreement.records import Float32Array, Int32Array
 from agreement.scoring.baseline import BaselineRows, check_finite
 from agreement.scoring.compact import bounded_kld
-from agreement.scoring.rows import for_each_block
+from agreement.scoring.rows import for_each_block, scratch
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def score_rows(base: BaselineRows, logits: Float32Array, *, pool: ThreadPoolExec
         top = block.argmax(axis=1)
         best = np.take_along_axis(block, top[:, None], axis=1)
         check_finite(block, best[:, 0], start)
-        buffer = np.subtract(block, best)
+        buffer = np.subtract(block, best, out=scratch(*block.shape))
         np.exp(buffer, out=buffer)
         lse = best + np.log(buffer.sum(axis=1, keepdims=True))
         out.top[start:stop] = top
@@ -101,7 +101,7 @@ def _full_kld(
     np.multiply(base.codes[start:stop], base.step[start:stop, None], out=buffer)
     buffer += base.low[start:stop, None]
     np.put_along_axis(buffer, base.top_ids[start:stop].astype(np.int64), base.top_logprobs[start:stop], axis=1)
-    p = np.exp(buffer)
+    p = np.exp(buffer, out=scratch(block.shape[0], block.shape[1], 1))
     # The shift comes before the difference: logits near 20 would otherwise cost two digits of a small divergence.
     buffer += lse
     buffer -= block

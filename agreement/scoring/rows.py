@@ -6,11 +6,38 @@ interpreter lock inside its loops, so threads help without copying anything.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
+
+from agreement.records import Float32Array
+
 # About 512 KB of float32: with the codes and two buffers of this size a core's second-level cache still holds most.
 BLOCK_ELEMENTS = 131072
+
+
+class _Kept(threading.local):
+    """Arrays of one thread, by number."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[int, Float32Array] = {}
+
+
+_kept = _Kept()
+
+
+def scratch(n_rows: int, n_vocab: int, which: int = 0) -> Float32Array:
+    """Return an (n_rows, n_vocab) float32 array that this thread may overwrite until it asks for `which` again.
+
+    A fresh array of half a megabyte costs more in page faults than a pass over it.
+    """
+    size = n_rows * n_vocab
+    kept = _kept.arrays
+    if which not in kept or kept[which].size < size:
+        kept[which] = np.empty(size, np.float32)
+    return kept[which][:size].reshape(n_rows, n_vocab)
 
 
 def row_blocks(n_rows: int, n_vocab: int) -> list[tuple[int, int]]:
