@@ -13,6 +13,7 @@ import numpy as np
 from agreement.engine import Engine, without_read_ahead
 from agreement.errors import EngineError, UnstableEngineError
 from agreement.records import Float32Array, Int32Array, ModelFile
+from agreement.scoring.rows import row_blocks
 
 # Measured on small models: 0 to 0.02 between shapes in float16 and 8-bit weights.  A logit that moves by more than
 # one unit, or one position in twenty that changes its top token, is no rounding.
@@ -85,26 +86,28 @@ def preflight(engine: Engine, chunk: Int32Array, first: int, last: int, *, room:
     """
     one = chunk[None, :]
     reference = collect(engine, one, first, last)
-    if not np.isfinite(reference).all():
-        position = first + int(np.argmin(np.isfinite(reference).all(axis=1)))
+    finite = np.isfinite(reference.min(axis=1)) & np.isfinite(reference.max(axis=1))
+    if not finite.all():
         raise EngineError(
-            f"baseline, chunk 0, position {position}: logits are NaN or infinite; the model or the engine is broken"
+            f"baseline, chunk 0, position {first + int(np.argmin(finite))}: logits are NaN or infinite; "
+            "the model or the engine is broken"
         )
     started = time.monotonic()
-    again = collect(engine, one, first, last)
+    repeat_difference, repeat_disagreement = _compare(engine, one, first, reference)
     seconds = time.monotonic() - started
     if room > 1:
         other_shape = "the chunk beside a copy of itself"
-        other = collect(engine, np.repeat(one, 2, axis=0), first, last)
+        shape_difference, shape_disagreement = _compare(engine, np.repeat(one, 2, axis=0), first, reference)
     else:
         other_shape = "the chunk in halves"
-        other = collect(engine, one, first, last, piece=-(-chunk.size // 2))
+        half = -(-chunk.size // 2)
+        shape_difference, shape_disagreement = _compare(engine, one, first, reference, piece=half)
     result = Preflight(
         n_positions=last - first,
-        repeat_max_difference=_largest(reference, again),
-        repeat_disagreement=_disagreement(reference, again),
-        shape_max_difference=_largest(reference, other),
-        shape_disagreement=_disagreement(reference, other),
+        repeat_max_difference=repeat_difference,
+        repeat_disagreement=repeat_disagreement,
+        shape_max_difference=shape_difference,
+        shape_disagreement=shape_disagreement,
         other_shape=other_shape,
         tokens_per_second=chunk.size / max(seconds, 1e-9),
     )
@@ -130,10 +133,24 @@ def _judge(result: Preflight) -> None:
         )
 
 
-def _largest(a: Float32Array, b: Float32Array) -> float:
-    difference = float(np.abs(a - b).max())
-    return difference if difference == difference else float("inf")  # noqa: PLR0124  # NaN is the one value unlike itself
+def _compare(
+    engine: Engine, tokens: Int32Array, first: int, reference: Float32Array, *, piece: int | None = None
+) -> tuple[float, float]:
+    """Decode again and return the first sequence's largest logit difference and its share of other top tokens.
 
-
-def _disagreement(a: Float32Array, b: Float32Array) -> float:
-    return float((a.argmax(axis=1) != b.argmax(axis=1)).mean())
+    Compared in the engine's own memory, some rows at a time: for a large vocabulary copies would cost as much as the
+    decoding.
+    """
+    largest, n_other = 0.0, 0
+    for part in engine.decode(tokens, first, first + len(reference), piece=piece):
+        if part.sequence != 0:
+            continue
+        rows = reference[part.first - first : part.first - first + len(part.logits)]
+        for start, stop in row_blocks(*rows.shape):
+            ours, theirs = rows[start:stop], part.logits[start:stop]
+            if np.array_equal(ours, theirs):
+                continue
+            difference = float(np.abs(ours - theirs).max())
+            largest = max(largest, float("inf") if np.isnan(difference) else difference)
+            n_other += int((ours.argmax(axis=1) != theirs.argmax(axis=1)).sum())
+    return largest, n_other / len(reference)

@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "streaming": _RECORDS | {"memory", "model_file"},
     "routing": _RECORDS,
     "engine": _RECORDS | {"settings", "routing"},
-    "preflight": _RECORDS | {"engine"},
+    "preflight": _RECORDS | {"engine", "scoring"},
     "scoring": _RECORDS,
     "store": _RECORDS,
     "kld": _RECORDS,
