@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
-import shutil
 import math
+import shutil
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
