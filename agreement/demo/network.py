@@ -87,13 +87,13 @@ class MixtureOfExperts(nn.Module):
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(order.numel())
         counts = torch.bincount(flat, minlength=self.n_expert)
-        rows: Tensor = _Dispatch.apply(x, order, inverse, self.n_used)  # type: ignore[no-untyped-call]  # PyTorch's own signature
+        rows: Tensor = _Dispatch.apply(x, order, inverse, self.n_used)
         outputs = []
         parts = torch.split(rows, counts.tolist())
         for r, w_in, w_out in zip(parts, self.gate_up.unbind(), self.down.unbind(), strict=True):
             gate, up = (r @ w_in).chunk(2, dim=-1)
             outputs.append((F.silu(gate) * up) @ w_out)
-        y: Tensor = _Combine.apply(torch.cat(outputs), order, inverse)  # type: ignore[no-untyped-call]  # the same
+        y: Tensor = _Combine.apply(torch.cat(outputs), order, inverse)
         y = (y.view(n, self.n_used, d) * weights.unsqueeze(-1).to(y.dtype)).sum(1)
         # Shazeer-style balance: share of choices times mean probability, 1.0 when even (Fedus et al. 2022, eq. 4).
         share = counts.float() / flat.numel()
@@ -171,7 +171,7 @@ class Network(nn.Module):
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         x = self.embed(ids)
         t = ids.shape[1]
-        cos, sin = self.cos[:t], self.sin[:t]  # type: ignore[index]  # a buffer, typed as Tensor or Module
+        cos, sin = self.cos[:t], self.sin[:t]
         balance = x.new_zeros(())
         for block in self.blocks:
             x, b = block(x, cos, sin)
