@@ -17,7 +17,7 @@ from scipy.stats import entropy
 
 from agreement.errors import EngineError, IdentityError, StoreError
 from agreement.records import Counts, Float32Array, Float64Array, PositionScores
-from agreement.scoring import BaselineRows, count_chunk, default_top_k, encode_rows, position_scores, row_bytes
+from agreement.scoring import BaselineRows, count_chunk, default_top_k, encode_rows, position_scores, row_bytes, rows
 from agreement.scoring import score_rows as score
 from agreement.scoring.baseline import top_indices
 from agreement.scoring.compact import n_listed
@@ -416,7 +416,8 @@ def test_a_recording_of_the_top_alone_cannot_be_scored_against() -> None:
 
 @pytest.mark.parametrize("full", [True, False])
 @pytest.mark.parametrize("n_vocab", [2, 777, 30_000])
-def test_threads_and_rows_together_change_no_bit(n_vocab: int, full: bool) -> None:
+def test_threads_and_rows_together_change_no_bit(n_vocab: int, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "THREADED_ELEMENTS", 0)
     rng = np.random.default_rng(n_vocab)
     n = 2 * max(1, BLOCK_ELEMENTS // n_vocab) + 3 if n_vocab > 100 else 50
     base_logits = rng.normal(0, 3, (n, n_vocab)).astype(np.float32)
@@ -436,7 +437,8 @@ def test_threads_and_rows_together_change_no_bit(n_vocab: int, full: bool) -> No
         assert value.tobytes() == getattr(pooled_scores, name).tobytes(), name
 
 
-def test_an_error_in_a_thread_is_raised() -> None:
+def test_an_error_in_a_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "THREADED_ELEMENTS", 0)
     bad = np.zeros((4, BLOCK_ELEMENTS), np.float32)
     bad[3, 5] = math.nan
     with ThreadPoolExecutor(2) as pool, pytest.raises(EngineError, match="row 3"):

@@ -17,6 +17,10 @@ from agreement.records import Float32Array
 # About 512 KB of float32: with the codes and two buffers of this size a core's second-level cache still holds most.
 BLOCK_ELEMENTS = 131072
 
+# Less work than this (about 10 ms) is quicker done by the caller: after a decode the engine's own threads go on
+# spinning for a while, and scoring threads would have to share the processors with them.
+THREADED_ELEMENTS = 1 << 22
+
 
 class _Kept(threading.local):
     """Arrays of one thread, by number."""
@@ -51,7 +55,7 @@ def for_each_block(
 ) -> None:
     """Call `work(start, stop)` for every block of rows, on `pool` if one is given; the first error is raised."""
     blocks = row_blocks(n_rows, n_vocab)
-    if pool is None:
+    if pool is None or n_rows * n_vocab < THREADED_ELEMENTS:
         for start, stop in blocks:
             work(start, stop)
         return
