@@ -20,7 +20,7 @@ def test_it_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     notebook = nbformat.read(path, as_version=4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the kernel's own libraries warn of their own deprecations
-        NotebookClient(notebook, timeout=300, kernel_name="python3").execute(cwd=str(tmp_path))
+        NotebookClient(notebook, timeout=600, kernel_name="python3").execute(cwd=str(tmp_path))
     said = "".join(
         output.get("text", "") for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs
     )
