@@ -25,6 +25,7 @@ def test_it_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         output.get("text", "") for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs
     )
     assert "experts=7" in said
+    assert "expert bytes" in said  # the table itself, not only what is printed beside it
     assert "minus experts=7" in said
 
 

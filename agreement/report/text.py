@@ -108,5 +108,9 @@ def _drawn(cells: Table, chosen: list[int], widths: list[int], gap: int) -> str:
     sink = io.StringIO()
     # Room for every column, so that rich squeezes none; a single column wider than asked for sticks out uncut.
     room = sum(widths[i] + gap for i in chosen)
-    Console(file=sink, width=room, color_system=None, force_terminal=False, legacy_windows=False).print(grid)
+    # In a notebook rich would show the table itself and leave the string empty.
+    console = Console(
+        file=sink, width=room, color_system=None, force_terminal=False, force_jupyter=False, legacy_windows=False
+    )
+    console.print(grid)
     return "\n".join(line.rstrip() for line in sink.getvalue().splitlines() if line.strip())
