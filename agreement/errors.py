@@ -7,6 +7,7 @@ AgreementError
 ├── CorpusError         no usable text, or too little of it
 ├── SettingError        a setting that is malformed or impossible for this model
 ├── EngineError         the engine refused, crashed or gave numbers that are no numbers
+│   ├── ContextError    no context of that size, for lack of memory
 │   ├── NoEffectError   a setting that changed no logit
 │   └── UnstableEngineError  an engine that does not repeat itself
 ├── StoreError          a run directory or recording that is damaged, of another format, or in use
@@ -43,6 +44,10 @@ class SettingError(AgreementError):
 
 class EngineError(AgreementError):
     """The engine could not do its work: load failure, crash, or logits that are NaN or infinite."""
+
+
+class ContextError(EngineError):
+    """The engine could not make a context of the size asked for; a smaller one may do."""
 
 
 class NoEffectError(EngineError):

@@ -5,8 +5,10 @@ In: a model, a corpus, settings and options.  Out: `Plan`: chunks cut, sizes kno
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
@@ -15,11 +17,12 @@ from agreement import chunks as chunking
 from agreement.corpus import counted, joined_text
 from agreement.errors import SettingError
 from agreement.memory import read_memory
-from agreement.model_file import model_digest, require_moe
+from agreement.model_file import model_digest, read_model_file, require_moe
 from agreement.recording import LogitsMode, Vocabulary
 from agreement.records import Chunking, ChunkSet, Corpus, EngineOptions, ModelFile, Setting
 from agreement.scoring import default_top_k, row_bytes
 from agreement.settings import check_against_model, metadata_overrides
+from agreement.settings import noise_floor as floor_setting
 from agreement.streaming import (
     Host,
     ReadingPlan,
@@ -31,7 +34,7 @@ from agreement.streaming import (
     memory_available,
     plan_reading,
 )
-from agreement.workers.client import Runner
+from agreement.workers.client import Runner, WorkerRunner
 
 _ROW_BYTES_SCORES = 7 * 4 + 2 * 4 + 1
 
@@ -76,6 +79,7 @@ class Plan:
         identity: What must be equal for two passes to be comparable.
         about: What is worth knowing beside it.
         reading: How the weights are read.
+        keep_recording: Whether the baseline's recording was asked for, though one pass does without.
     """
 
     model: ModelFile
@@ -91,6 +95,12 @@ class Plan:
     identity: dict[str, Any]
     about: dict[str, Any]
     reading: ReadingPlan
+    keep_recording: bool = False
+
+    @property
+    def records_baseline(self) -> bool:
+        """Whether the baseline's recording is written: separate passes are scored against it."""
+        return self.passes != "one" or self.keep_recording or not all(is_routing(s) for s in self.settings)
 
     @property
     def n_positions(self) -> int:
@@ -130,6 +140,7 @@ def make_plan(
     top_k: int | None = None,
     passes: Passes = "auto",
     wishes: Wishes | None = None,
+    keep_recording: bool = False,
 ) -> Plan:
     """Tokenise the corpus, cut it into chunks and work out sizes and identity.
 
@@ -177,10 +188,56 @@ def make_plan(
         sizes={
             mode: recording_bytes(cut, vocabulary.n_vocab, full=mode == "full", top_k=top_k) for mode in ("full", "top")
         },
-        identity=_identity(model, vocabulary, cut, logits, kept, mode, settings),
-        about={**_about(model, corpus, cut), **({} if reading.fits else {"reading": reading.lines()})},
+        identity=run_identity(model, vocabulary, cut, logits, kept, mode, settings),
+        about={**_about(model, corpus, cut), **_about_reading(reading)},
         reading=reading,
+        keep_recording=keep_recording,
     )
+
+
+def plan_sweep(
+    model: str | Path,
+    corpus: Corpus | Callable[[], Corpus],
+    *,
+    settings: Sequence[Setting],
+    noise_floor: bool = False,
+    chunks: ChunkOptions | None = None,
+    logits: LogitsMode = "full",
+    options: EngineOptions | None = None,
+    passes: Passes = "auto",
+    wishes: Wishes | None = None,
+    keep_recording: bool = False,
+) -> Plan:
+    """Return the plan of a sweep that is not run; arguments as for `agreement.sweep`.  Nothing is left behind.
+
+    Memory is what may be used now, so a sweep that starts later may find another plan.
+
+    Raises:
+        AgreementError: What planning the sweep itself would raise.
+    """
+    header = read_model_file(model)
+    chosen = (*((floor_setting(header),) if noise_floor else ()), *settings)
+    check_settings(chosen, header)
+    cutting = chunks or ChunkOptions()
+    with TemporaryDirectory(prefix="agreement-") as folder:
+        log_path = Path(folder) / "engine.log"
+        runner = WorkerRunner(header, options or EngineOptions(), cutting.n_ctx, log_path=log_path)
+        try:
+            runner.prepare()
+            text = corpus if isinstance(corpus, Corpus) else corpus()  # while the worker loads its libraries
+            return make_plan(
+                header,
+                text,
+                chosen,
+                cutting,
+                runner,
+                logits=logits,
+                passes=passes,
+                wishes=wishes,
+                keep_recording=keep_recording,
+            )
+        finally:
+            runner.close()
 
 
 def reading_plan(
@@ -255,7 +312,7 @@ def scores_bytes(chunks: ChunkSet, n_settings: int) -> int:
     return n_settings * chunks.n_chunks * (chunks.n_scored * _ROW_BYTES_SCORES + 2048)
 
 
-def _identity(
+def run_identity(
     model: ModelFile,
     vocabulary: Vocabulary,
     chunks: ChunkSet,
@@ -264,6 +321,7 @@ def _identity(
     passes: Passes,
     settings: Sequence[Setting],
 ) -> dict[str, Any]:
+    """Return what must be equal for two passes to be comparable."""
     return {
         "model": {"digest": model_digest(model), "vocabulary": vocabulary.digest, "n_vocab": vocabulary.n_vocab},
         "engine": asdict(vocabulary.info),
@@ -305,6 +363,10 @@ def _about(model: ModelFile, corpus: Corpus, chunks: ChunkSet) -> dict[str, Any]
         "chunks": {"notes": list(chunks.notes)},
         "settings": {},
     }
+
+
+def _about_reading(reading: ReadingPlan) -> dict[str, Any]:
+    return {} if reading.fits else {"reading": reading.lines(), "reading_bytes": reading.bytes_expected}
 
 
 def setting_facts(setting: Setting, model: ModelFile, digest: str = "") -> dict[str, Any]:

@@ -38,6 +38,7 @@ class Progress:
         total: Chunks of the pass.
         tokens: Tokens decoded in this process so far in this pass.
         seconds: Time they took, loading left out.
+        bytes_read: Bytes the engine's process has read from disk so far, in all passes; None where nobody counts.
     """
 
     pass_name: str
@@ -45,6 +46,7 @@ class Progress:
     total: int
     tokens: int
     seconds: float
+    bytes_read: int | None = None
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,7 @@ class PassRunner:
                 )
             except EngineError as error:
                 hints = "; ".join(("", *self.model.warnings)) if setting.experts is not None else ""
-                raise EngineError(f"{setting.name}: {error}{hints}") from error
+                raise type(error)(f"{setting.name}: {error}{hints}") from error
             self._load_seconds = time.monotonic() - started
             self._loaded = setting
         return self._engine

@@ -5,7 +5,7 @@ In: a model file, options, a run directory.  Out: chunk files and small results,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from agreement.errors import EngineError
 from agreement.memory import read_memory
 from agreement.onepass import Layout, equality, one_pass_layout, run_one_pass
 from agreement.preflight import SHORT, Preflight, short_preflight
-from agreement.recording import LogitsMode, PassRunner, ProgressListener, load_chunks
+from agreement.recording import LogitsMode, PassRunner, Progress, ProgressListener, load_chunks
 from agreement.records import ChunkSet, EngineOptions, Float32Array, Int32Array, Setting
 from agreement.routing import Policy
 from agreement.settings import BASELINE, experts_setting
@@ -26,6 +26,11 @@ from agreement.streaming import Hold, MemoryUse, bytes_read, hold_order, memory_
 
 def _no_progress(_progress: object) -> None:
     """Listen to nothing."""
+
+
+def _with_bytes(progress: ProgressListener) -> Callable[[Progress], None]:
+    """Return a listener that hears also what this process has read so far."""
+    return lambda told: progress(replace(told, bytes_read=bytes_read()))
 
 
 class FullRunner(PassRunner):
@@ -115,6 +120,18 @@ class FullRunner(PassRunner):
         first, last = chunks.first, chunks.last
         return equality(self.model, self.options, chunks.tokens[0], first, last, experts=experts, log=self._log)
 
+    def record_baseline(
+        self, run: RunStore, *, logits: LogitsMode, top_k: int | None = None, progress: ProgressListener = _no_progress
+    ) -> dict[str, Any]:
+        """See `PassRunner.record_baseline`; progress says what was read."""
+        return super().record_baseline(run, logits=logits, top_k=top_k, progress=_with_bytes(progress))
+
+    def run_setting(
+        self, run: RunStore, setting: Setting, *, progress: ProgressListener = _no_progress
+    ) -> dict[str, Any]:
+        """See `PassRunner.run_setting`; progress says what was read."""
+        return super().run_setting(run, setting, progress=_with_bytes(progress))
+
     def run_one_pass(
         self,
         run: RunStore,
@@ -153,7 +170,7 @@ class FullRunner(PassRunner):
             logits=logits,
             top_k=top_k,
             write_baseline=write_baseline,
-            progress=progress,
+            progress=_with_bytes(progress),
         )
 
     def _last_of_two(self, engine: Engine, tokens: Int32Array, routing: Sequence[Policy | None] | None) -> Float32Array:
@@ -182,6 +199,17 @@ class FullRunner(PassRunner):
             )
             self._layout = layout
         return self._engine, layout
+
+    def load(self, chunks: ChunkSet, n_settings: int | None) -> None:
+        """Load the engine of a one pass with so many settings, or for None that of the baseline.
+
+        Raises:
+            ContextError: Memory does not hold its context.
+        """
+        if n_settings is None:
+            self._load(BASELINE)
+        else:
+            self._hooked(n_settings, chunks)
 
     def close_engine(self) -> None:
         """Free the engine and keep what is held."""

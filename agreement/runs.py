@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from agreement import corpus as corpora
 from agreement import model_file
+from agreement.checks import check_hook, load_within_memory
 from agreement.chunks import to_arrays
 from agreement.errors import IdentityError, StoreError, UsageError
 from agreement.onepass import PASS_NAME
@@ -26,7 +28,7 @@ from agreement.settings import noise_floor as floor_setting
 from agreement.store import BASELINE_PASS, RunStore, refuse_foreign
 from agreement.streaming import ReadingPlan, Wishes
 from agreement.streaming.shapes import PAGES_BYTES
-from agreement.summary import finish
+from agreement.summary import READING, READING_BEGUN, finish
 from agreement.workers.client import Runner, WorkerRunner
 
 
@@ -35,7 +37,7 @@ class Listener:
     """What wants to know how a run goes; every call is optional.
 
     Attributes:
-        plan: Called once, before anything is written.
+        plan: Called before anything is written; once more if memory was too little for the first plan.
         preflight: Called when the engine has been found stable.
         passes: Called before each pass with its name and its number of chunks.
         progress: Called after each block of chunks.
@@ -65,6 +67,7 @@ def sweep(
     options: EngineOptions | None = None,
     passes: Passes = "auto",
     wishes: Wishes | None = None,
+    keep_recording: bool = False,
     resume: bool = False,
     in_process: bool = False,
     listener: Listener = SILENT,
@@ -85,6 +88,7 @@ def sweep(
         passes: `separate` loads the model once a setting; `one` decodes every chunk under all settings side by side
             and writes no recording; `auto` chooses, see `agreement.plan.choose_passes`.
         wishes: What of the plan for a model larger than memory is decided already; `passes` is taken from above.
+        keep_recording: Write the baseline's recording in one pass, too, so that `compare` can score more settings.
         resume: Continue the run that is already in `out`; whole chunks are kept.
         in_process: Run the engine in this process instead of a worker.
         listener: Hears how it goes.
@@ -99,13 +103,17 @@ def sweep(
     if noise_floor:
         chosen = (floor_setting(model_file.read_model_file(model)), *chosen)
     arguments = Request(model, corpus, out, chunks, logits, options, passes, resume, in_process, listener, wishes)
-    with prepared(arguments, chosen) as (run, runner, plan):
+    with prepared(arguments._replace(keep_recording=keep_recording), chosen) as (run, runner, plan):
+        streams = not plan.reading.fits and not _is_complete(run, plan)
+        if streams:
+            run.add_timing({"pass": READING_BEGUN})
         if plan.passes == "one":
             _one_pass(run, runner, plan, listener)
         else:
             _baseline(run, runner, plan, listener)
         _settings(run, runner, plan.model, chosen, listener)
-        _note_reading(run, runner, plan.reading)
+        if streams:
+            _note_reading(run, runner, plan.reading)
         return finish(run)
 
 
@@ -142,6 +150,7 @@ class Request(NamedTuple):
     in_process: bool
     listener: Listener
     wishes: Wishes | None = None
+    keep_recording: bool = False
 
 
 @contextlib.contextmanager
@@ -159,10 +168,26 @@ def prepared(given: Request, settings: tuple[Setting, ...]) -> Iterator[tuple[Ru
         options, given = _as_begun(path, options, given)
     with _locked_runner(header, options, cutting.n_ctx, path, in_process=given.in_process) as runner:
         text = _corpus(given.corpus)  # while the worker loads its libraries
-        plan = make_plan(
-            header, text, settings, cutting, runner, logits=given.logits, passes=given.passes, wishes=given.wishes
+        planned = partial(
+            make_plan,
+            header,
+            text,
+            settings,
+            cutting,
+            runner,
+            logits=given.logits,
+            passes=given.passes,
+            keep_recording=given.keep_recording,
         )
+        wishes = given.wishes or Wishes()
+        plan = planned(wishes=wishes)
+        plan = check_hook(plan, runner, given.passes, known=_known_difference(path))
         given.listener.plan(plan)
+        if not (path / "run.json").exists():  # else its micro-batch is settled
+            found = load_within_memory(plan, runner, lambda most: planned(wishes=replace(wishes, n_ubatch=most)))
+            if found is not plan:
+                given.listener.plan(found)
+            plan = found
         yield _open_or_create(path, plan, resume=given.resume), runner, plan
 
 
@@ -220,7 +245,7 @@ def compare(
             "engine": asdict(vocabulary.info),
             "options": asdict(vocabulary.options),
         }
-        run.require_identity(found, ignore=("chunks", "recording"))
+        run.require_identity(found, ignore=("chunks", "recording", PASS_NAME))
         _settings(run, runner, header, chosen, listener, digest=digest if other else "")
         return finish(run)
 
@@ -236,6 +261,14 @@ def _as_begun(path: Path, options: EngineOptions, given: Request) -> tuple[Engin
     begun = EngineOptions(**header["identity"]["options"])
     passes = header["identity"]["recording"]["passes"]
     return begun, given._replace(passes=passes, wishes=replace(wishes, n_ubatch=begun.n_ubatch))
+
+
+def _known_difference(path: Path) -> float | None:
+    """Return the difference of router hook and override that a run has found before."""
+    if not (path / "run.json").exists():
+        return None
+    found = RunStore.open(path).header["about"].get("preflight", {}).get("hook_difference")
+    return None if found is None else float(found)
 
 
 def _corpus(source: CorpusSource) -> Corpus:
@@ -255,8 +288,8 @@ def _open_or_create(path: Path, plan: Plan, *, resume: bool) -> RunStore:
 def _one_pass(run: RunStore, runner: Runner, plan: Plan, listener: Listener) -> None:
     """Run every setting that is a routing policy in one pass; the others then need the recording it writes."""
     together = tuple(s for s in plan.settings if is_routing(s))
-    rest = len(together) < len(plan.settings)
-    if all(run.is_finished(s.name) for s in together) and (run.is_finished(BASELINE_PASS) or not rest):
+    recorded = plan.records_baseline
+    if all(run.is_finished(s.name) for s in together) and (run.is_finished(BASELINE_PASS) or not recorded):
         return
     start_one_pass(run, runner, plan, listener)
     facts = runner.run_one_pass(
@@ -264,11 +297,11 @@ def _one_pass(run: RunStore, runner: Runner, plan: Plan, listener: Listener) -> 
         together,
         logits=plan.logits,
         top_k=plan.top_k,
-        write_baseline=rest,
+        write_baseline=recorded,
         progress=listener.progress,
     )
     finish_one_pass(run, facts)
-    if rest:
+    if recorded:
         run.finish_pass(BASELINE_PASS, {"proof": PASS_NAME})
 
 
@@ -291,13 +324,16 @@ def finish_one_pass(run: RunStore, facts: dict[str, dict[str, Any]]) -> None:
         run.finish_pass(name, proof)
 
 
+def _is_complete(run: RunStore, plan: Plan) -> bool:
+    recorded = run.is_finished(BASELINE_PASS) or not plan.records_baseline
+    return recorded and all(run.is_finished(s.name) for s in plan.settings)
+
+
 def _note_reading(run: RunStore, runner: Runner, reading: ReadingPlan) -> None:
     """Put what was really read beside the plan, for a model that streams from disk."""
-    if reading.fits:
-        return
     n_bytes, memory = runner.counters()
     peak = None if memory is None else memory.peak
-    run.add_timing({"pass": "reading", "bytes": n_bytes, "bytes_planned": reading.bytes_expected, "peak": peak})
+    run.add_timing({"pass": READING, "bytes": n_bytes, "bytes_planned": reading.bytes_expected, "peak": peak})
 
 
 def _preflight(run: RunStore, runner: Runner, listener: Listener, *, short: bool = False) -> None:
@@ -308,14 +344,14 @@ def _preflight(run: RunStore, runner: Runner, listener: Listener, *, short: bool
 def _keep_preflight(run: RunStore, result: Preflight, listener: Listener) -> None:
     facts = asdict(result)
     del facts["tokens_per_second"]  # volatile, and run.json must not depend on the weather
-    run.header["about"]["preflight"] = facts
+    run.header["about"]["preflight"] = {**run.header["about"].get("preflight", {}), **facts}
     run.save_header()
     listener.preflight(result)
 
 
 def _baseline(run: RunStore, runner: Runner, plan: Plan, listener: Listener) -> None:
     reading = plan.reading
-    if not reading.fits:
+    if not reading.fits and not _is_complete(run, plan):
         runner.hold(reading.hold, reading.bytes_beside + PAGES_BYTES)
     if run.is_finished(BASELINE_PASS):
         return

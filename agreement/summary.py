@@ -5,6 +5,7 @@ In: a run directory, or a `report.json` kept of one.  Out: `RunCounts` and `Repo
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,14 @@ from agreement.analysis import (
     make_report,
 )
 from agreement.intervals import Method
+from agreement.model_file import size_text
 from agreement.recording import load_chunks, stored_scores
 from agreement.records import Counts, Report
 from agreement.scoring import count_chunk
 from agreement.store import RunStore, read_json
+
+# Entries of the timings: bytes read from disk, and a start that will say so when it ends.
+READING, READING_BEGUN = "reading", "reading begun"
 
 
 def load_report(
@@ -29,7 +34,8 @@ def load_report(
 ) -> Report:
     """Return the report of a run directory, or of a `report.json` by itself."""
     counts, measured = load_counts(path)
-    return make_report(counts, confidence=confidence, method=method, speeds=measured if speeds else None)
+    report = make_report(counts, confidence=confidence, method=method, speeds=measured if speeds else None)
+    return report if Path(path).is_file() or not speeds else _with_reading(report, RunStore.open(Path(path)))
 
 
 def load_counts(path: str | Path) -> tuple[RunCounts, dict[str, float]]:
@@ -45,7 +51,27 @@ def finish(run: RunStore) -> Report:
     """Sum up every finished setting of a run, write its `report.json` and return the report."""
     counts = summarise(run)
     run.write_report(counts_to_json(counts))
-    return make_report(counts, speeds=speeds_of(run))
+    return _with_reading(make_report(counts, speeds=speeds_of(run)), run)
+
+
+def _with_reading(report: Report, run: RunStore) -> Report:
+    """Put the bytes really read beside those planned; like speeds they are not in `report.json`."""
+    planned, read = report.facts.get(READING), _bytes_read(run)
+    if planned is None or not read:
+        return report
+    return replace(report, facts={**report.facts, READING: f"{planned}, {read}"})
+
+
+def _bytes_read(run: RunStore) -> str:
+    """Return what was read from disk in all starts of a run, for people; empty where none has ended."""
+    entries = run.read_timings()
+    ended = [e.get("bytes") for e in entries if e.get("pass") == READING]
+    counted = [int(n) for n in ended if n is not None]
+    if len(counted) < len(ended):
+        return "really read: not known, the system does not say"
+    # What a killed start read is not known.
+    killed = sum(e.get("pass") == READING_BEGUN for e in entries) > len(ended)
+    return f"really read {'at least ' if killed else ''}{size_text(sum(counted))}" if counted else ""
 
 
 def summarise(run: RunStore) -> RunCounts:
@@ -71,7 +97,7 @@ def summarise(run: RunStore) -> RunCounts:
         facts=_facts(about, identity),
         clusters=chunks.cluster_names,
         settings=tuple(settings),
-        notes=(*about["model"]["warnings"], *about["corpus"]["notes"], *chunks.notes),
+        notes=(*about.get("notes", ()), *about["model"]["warnings"], *about["corpus"]["notes"], *chunks.notes),
         seed=chunks.seed,
         baseline_expert_bytes=about["model"].get("expert_bytes"),
         chunks_fingerprint=chunks.fingerprint,
@@ -120,6 +146,8 @@ def _facts(about: dict[str, Any], identity: dict[str, Any]) -> dict[str, str]:
         ),
         "logits": f"{identity['recording']['logits']}, top {identity['recording']['top_k']} exact",
     }
+    if "reading_bytes" in about:
+        facts[READING] = f"planned {size_text(about['reading_bytes'])}"
     if shape is not None:
         facts["preflight"] = (
             f"repeats itself to the bit; another batch shape moves a logit by up to {shape:.2g} "

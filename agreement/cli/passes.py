@@ -65,7 +65,7 @@ def take_corpus(source: str, given: dict[str, Any]) -> Callable[[], Corpus]:
 @click.command("sweep")
 @click.argument("model", type=click.Path())
 @click.argument("corpus", type=click.Path())
-@click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="The run directory to make.")
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="The run directory to make.")
 @options.settings_options
 @click.option(
     "--noise-floor", is_flag=True, help="Also run all experts again, in another batch shape and with other threads."
@@ -82,16 +82,24 @@ def take_corpus(source: str, given: dict[str, Any]) -> Callable[[], Corpus]:
     show_default=True,
     help="All settings in one pass through the router hook, or one model load each.",
 )
+@click.option(
+    "--record",
+    "keep_recording",
+    is_flag=True,
+    help="Keep the baseline's recording in one pass, too, for `agreement compare`.",
+)
+@click.option("--plan", "plan_only", is_flag=True, help="Print the plan and stop; -o is not needed.")
 @click.option("--format", "form", type=click.Choice(_FORMATS), default="text", help="Format of the table.")
 @click.option("-q", "--quiet", is_flag=True, help="No plan and no progress.")
 def sweep_command(
     model: str,
     corpus: str,
-    out: Path,
+    out: Path | None,
     experts: str | None,
     extra_settings: tuple[str, ...],
     form: Format,
     quiet: bool,
+    plan_only: bool,
     **given: Any,
 ) -> None:
     """Run the baseline and every setting over the same chunks, then print the table.
@@ -100,26 +108,33 @@ def sweep_command(
 
     \b
     agreement sweep model.gguf ~/src/project --experts 7,6,4,2 -o runs/project
+    agreement sweep model.gguf ~/src/project --experts 7,6,4,2 --plan
     """
+    if plan_only and given["resume"]:
+        raise click.UsageError("--plan is for a run that has not begun; leave out --resume")
+    if out is None and not plan_only:
+        raise click.UsageError("Missing option '-o' / '--out'.")
     start_spare()  # before anything heavy is loaded here
-    from agreement.cli.progress import ProgressView
+    from agreement.cli.progress import ProgressView, plan_lines
+    from agreement.plan import plan_sweep
     from agreement.runs import sweep
 
     settings = _chosen(experts, extra_settings) or _default_settings(model)
     wishes = options.take_wishes(given)
     text = take_corpus(corpus, given)
+    given |= {
+        "settings": settings,
+        "chunks": _take_chunk_options(given),
+        "options": options.take_engine_options(given),
+        "wishes": wishes,
+    }
+    if out is None or plan_only:
+        del given["resume"]
+        for line in plan_lines(plan_sweep(model, text, **given), every=True):
+            click.echo(line)
+        return
     with ProgressView(quiet=quiet) as view:
-        report = sweep(
-            model,
-            text,
-            out,
-            settings=settings,
-            chunks=_take_chunk_options(given),
-            options=options.take_engine_options(given),
-            wishes=wishes,
-            listener=view.listener(),
-            **given,
-        )
+        report = sweep(model, text, out, listener=view.listener(), **given)
     show_reports([report], form)
 
 

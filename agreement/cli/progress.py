@@ -107,6 +107,7 @@ class ProgressView:
             per_chunk = progress.seconds / max(1, progress.tokens / self._tokens_a_chunk())
             left = f"{duration(per_chunk * (progress.total - progress.done))} left"
         shown = f"{rate:,.0f} tokens/s" if rate else "already there"
+        shown += self._read_text(progress)
         if self._task is not None:
             self._bar.update(self._task, completed=progress.done, rate=shown, left=left)
             return
@@ -116,19 +117,26 @@ class ProgressView:
             line = f"{progress.pass_name}: {progress.done}/{progress.total} chunks, {shown}"
             self._console.print(line + (f", {left}" if left and progress.done < progress.total else ""), markup=False)
 
+    def _read_text(self, progress: PassProgress) -> str:
+        """Return what was read beside the plan, for a model that streams from disk."""
+        if self._plan is None or self._plan.reading.fits or progress.bytes_read is None:
+            return ""
+        return f", {size_text(progress.bytes_read)} read of {size_text(self._plan.reading.bytes_expected)} planned"
+
     def _tokens_a_chunk(self) -> int:
         return self._plan.chunks.n_ctx if self._plan is not None else 512
 
 
-def plan_lines(plan: Plan) -> list[str]:
-    """Return what a run will do, line by line."""
+def plan_lines(plan: Plan, *, every: bool = False) -> list[str]:
+    """Return what a run will do, line by line; with `every` also how a model that fits in memory is read."""
     model, chunks = plan.model, plan.chunks
     used = model.n_expert_used if model.n_expert_used is not None else "a number a layer"
     shared = f" and {model.n_expert_shared} shared" if model.n_expert_shared else ""
     skipped = sum(plan.about["corpus"]["skipped"].values())
     experts = f"{used} of {model.n_expert} experts{shared} in {model.n_expert_layers} of {model.n_layer} layers"
     scored = f"scored [{chunks.first}, {chunks.last}): {plan.n_positions:,} positions"
-    disk = size_text(plan.sizes[plan.logits] + scores_bytes(chunks, len(plan.settings)))
+    scores = scores_bytes(chunks, len(plan.settings))
+    disk = size_text(scores + (plan.sizes[plan.logits] if plan.records_baseline else 0))
     sizes = f"full {size_text(plan.sizes['full'])}, top {size_text(plan.sizes['top'])}"
     lines = [
         f"model      {model.name}: {model.architecture}, {experts}, {size_text(model.bytes_total)}",
@@ -137,11 +145,14 @@ def plan_lines(plan: Plan) -> list[str]:
         f"chunks     {chunks.n_chunks} of {chunks.n_ctx} tokens ({chunks.chunking}), {scored}",
         f"clusters   {len(chunks.cluster_names)}, drawn with seed {chunks.seed}",
         f"passes     {_passes(plan)}",
-        f"disk       {disk} with --logits {plan.logits} (recording: {sizes})",
+        f"disk       {disk} with --logits {plan.logits} (recording: {sizes})"
+        + ("" if plan.records_baseline else ", no recording kept: --record"),
     ]
-    if not plan.reading.fits:
-        lines += [f"reading    {line}" for line in plan.reading.lines()]
-    lines += [f"note       {note}" for note in (*plan.corpus.notes, *chunks.notes, *model.warnings)]
+    if every or not plan.reading.fits:
+        # Of a model that fits the line above says it all: the choice does not depend on how it is read.
+        lines += [f"reading    {c}" for c in plan.reading.lines(skip=("passes",) if plan.reading.fits else ())]
+    notes = (*plan.about.get("notes", ()), *plan.corpus.notes, *chunks.notes, *model.warnings)
+    lines += [f"note       {note}" for note in notes]
     return lines
 
 

@@ -21,7 +21,7 @@ from agreement.engine.hook import Kept, RouterHook
 from agreement.engine.log import EngineLog
 from agreement.engine.mapping import without_read_ahead
 from agreement.engine.options import CACHE_TYPES, FLASH_ATTENTION, NUMA, resolve_options
-from agreement.errors import EngineError
+from agreement.errors import ContextError, EngineError
 from agreement.records import EngineOptions, Int32Array, MetadataOverride, ModelFile, Setting
 from agreement.routing import Policy
 from agreement.settings import BASELINE, metadata_overrides
@@ -133,7 +133,7 @@ class LlamaEngine:
                     f"the engine cannot make a context of {n_sequences} x {n_ctx} tokens: {self._log.last_words()}"
                 )
                 self.close()
-                raise EngineError(message + "; lower -b or -ub")
+                raise ContextError(message + "; lower -b or -ub")
             self._learn_routing()
 
     def _model_params(self, vocab_only: bool) -> Any:

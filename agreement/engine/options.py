@@ -17,6 +17,7 @@ CACHE_TYPES = {
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 NUMA = {"disabled": 0, "distribute": 1, "isolate": 2, "numactl": 3, "mirror": 4}
 MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
+MAX_THREADS = 512  # GGML_MAX_N_THREADS
 
 
 def resolve_options(options: EngineOptions, n_ctx: int, n_sequences: int) -> EngineOptions:
@@ -32,6 +33,8 @@ def resolve_options(options: EngineOptions, n_ctx: int, n_sequences: int) -> Eng
         raise UsageError(f"--numa {options.numa!r} is not one of {', '.join(NUMA)}")
     if options.n_batch < 1 or options.n_ubatch < 1:
         raise UsageError(f"-b {options.n_batch} -ub {options.n_ubatch}: both must be at least 1")
+    if not 0 <= options.n_threads <= MAX_THREADS:
+        raise UsageError(f"-t {options.n_threads}: give 1 to {MAX_THREADS} threads, or 0 for all processors")
     if n_sequences > MAX_SEQUENCES:
         raise UsageError(f"{n_sequences} chunks side by side; llama.cpp takes at most {MAX_SEQUENCES}: lower -b")
     threads = options.n_threads or _usable_processors()

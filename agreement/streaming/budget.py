@@ -96,9 +96,9 @@ class ReadingPlan:
             return options
         return replace(options, n_batch=self.n_batch, n_ubatch=self.n_ubatch, repack=self.repack, use_mmap=True)
 
-    def lines(self) -> list[str]:
-        """Return the plan for people, a line a choice."""
-        return [f"{c.name:<12}{c.value}: {c.reason}" for c in self.choices]
+    def lines(self, *, skip: tuple[str, ...] = ()) -> list[str]:
+        """Return the plan for people, a line a choice, those named in `skip` left out."""
+        return [f"{c.name:<12}{c.value}: {c.reason}" for c in self.choices if c.name not in skip]
 
 
 def plan_reading(
@@ -173,17 +173,27 @@ def _in_memory(
     )
     if options.n_gpu_layers:
         memory = Choice("memory", "not planned for", f"-ngl {options.n_gpu_layers} puts weights on a GPU")
+    n_ubatch = wishes.n_ubatch or options.n_ubatch
+    repack = options.repack if wishes.repack is None else wishes.repack
+    seconds = model.bytes_total / (host.disk or DISK_SPEED)
+    speed = f"{size_text(int(host.disk or DISK_SPEED))}/s" + ("" if host.disk else " (assumed)")
     choices = [
         memory,
+        Choice("micro-batch", f"{n_ubatch} tokens", "as given: a larger one would save no reading"),
         Choice("passes", passes, _asked(wishes.passes) or "in memory fewer experts also compute less"),
+        Choice("repack", "on" if repack else "off", "as given"),
     ]
+    if not options.n_gpu_layers:
+        choices[3:3] = [Choice("hold", "nothing", "all of the file stays in memory")]
+        reason = f"the first load, where the file is not in memory yet; {seconds:,.0f} s at {speed}"
+        choices.append(Choice("reading", f"{size_text(model.bytes_total)}, 1.0 readings of the file", reason))
     return ReadingPlan(
         fits=True,
         passes=passes,
         n_batch=options.n_batch,
-        n_ubatch=wishes.n_ubatch or options.n_ubatch,
+        n_ubatch=n_ubatch,
         n_sequences=shape.sequences,
-        repack=options.repack if wishes.repack is None else wishes.repack,
+        repack=repack,
         hold=0,
         hold_loading=0,
         hold_lost=0,
@@ -193,7 +203,7 @@ def _in_memory(
         micro_batches=(1 + work.n_settings + work.n_loads) * shape.micro_batches(work.n_ctx),
         bytes_expected=model.bytes_total,
         readings=1.0,
-        seconds_reading=model.bytes_total / (host.disk or DISK_SPEED),
+        seconds_reading=seconds,
         choices=tuple(choices),
     )
 

@@ -84,6 +84,10 @@ class Runner(Protocol):
         """See `FullRunner.check_one_pass`."""
         ...
 
+    def load(self, chunks: ChunkSet, n_settings: int | None) -> None:
+        """See `FullRunner.load`."""
+        ...
+
     def close(self) -> None:
         """Free the engine."""
         ...
@@ -193,6 +197,10 @@ class WorkerRunner:
         """See `FullRunner.check_one_pass`."""
         result: Preflight = self._call("check_one_pass", (chunks, tuple(settings)), {"compare": compare})
         return result
+
+    def load(self, chunks: ChunkSet, n_settings: int | None) -> None:
+        """See `FullRunner.load`."""
+        self._call("load", (chunks, n_settings))
 
     def close(self) -> None:
         """End the worker, whatever it is doing."""

@@ -1,0 +1,108 @@
+"""Checks of an engine against the plan of a run, before the run is made: router hook, and memory for the context.
+
+In: a plan and the runner for its passes.  Out: the plan, or another one that this engine can carry out, with a note.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from agreement.errors import ContextError, EngineError, UsageError
+from agreement.plan import Passes, Plan, is_policy, is_routing, run_identity
+from agreement.streaming.shapes import PAGES_BYTES
+from agreement.workers.client import Runner
+
+HALVINGS = 3
+
+
+def check_hook(plan: Plan, runner: Runner, asked: Passes, *, known: float | None = None) -> Plan:
+    """Compare router hook and override before a one pass in memory; where they differ, fall back or say so.
+
+    Only a setting `experts=N` can be run both ways.  A model that streams is not compared: it would cost a load.
+
+    Args:
+        plan: The plan.
+        runner: What runs the passes.
+        asked: What the user asked for: `auto` may fall back to separate passes, unless a policy needs the hook.
+        known: The difference, where the run has found it before.
+
+    Returns:
+        The plan with the difference in `about["preflight"]`, and a note where it is not 0.
+
+    Raises:
+        EngineError: A logit of the first chunk is NaN.
+    """
+    counts = [s.experts for s in plan.settings if is_routing(s) and s.experts is not None]
+    if plan.passes != "one" or not plan.reading.fits or not counts:
+        return plan
+    difference = runner.hook_difference(plan.chunks, min(counts)) if known is None else known
+    if not math.isfinite(difference):
+        raise EngineError("the router hook or the override gives logits that are NaN on chunk 0; try --passes separate")
+    about = {**plan.about, "preflight": {"hook_difference": difference}}
+    if difference == 0:
+        return replace(plan, about=about)
+    found = f"router hook and override differ by up to {difference:.3g} in a logit of chunk 0 on this engine"
+    if asked != "auto" or any(is_policy(s) for s in plan.settings):
+        about["notes"] = [f"one pass though {found}: agreement may not be that of the override"]
+        return replace(plan, about=about)
+    about["notes"] = [f"separate passes instead of one: {found}"]
+    identity = run_identity(
+        plan.model, plan.vocabulary, plan.chunks, plan.logits, plan.top_k, "separate", plan.settings
+    )
+    return replace(plan, passes="separate", passes_reason=found, identity=identity, about=about)
+
+
+def load_within_memory(plan: Plan, runner: Runner, replan: Callable[[int], Plan]) -> Plan:
+    """Load the engine for a plan that streams; where its context cannot be made, plan a smaller micro-batch.
+
+    The micro-batch is halved at most three times.  Passes then go on with the engine that was loaded.
+
+    Args:
+        plan: The plan.
+        runner: What runs the passes.
+        replan: Plans again with a micro-batch of at most so many tokens.
+
+    Raises:
+        EngineError: Not even the smallest one; or the model cannot be loaded.
+    """
+    if plan.reading.fits:
+        return plan
+    first = tried = plan.reading.n_ubatch
+    for halvings in range(HALVINGS + 1):
+        try:
+            _load(plan, runner)
+        except ContextError as error:
+            reason = error
+        else:
+            note = f"the engine could not make a context for micro-batches of {first} tokens; {tried} instead"
+            return _noted(plan, note) if halvings else plan
+        if halvings == HALVINGS:
+            break
+        try:
+            plan = replan(tried // 2)
+        except UsageError:  # no smaller one can be planned
+            break
+        if plan.reading.fits:  # with such options by themselves; that is another run, for the user to choose
+            break
+        tried = plan.reading.n_ubatch
+    raise EngineError(
+        f"{reason}; micro-batches down to {tried} tokens were tried: allow more memory, or lower -ub, --ctx or the "
+        "number of settings"
+    ) from reason
+
+
+def _load(plan: Plan, runner: Runner) -> None:
+    """Load the engine of the first pass, with that much of the file held that leaves it room."""
+    reading = plan.reading
+    if plan.passes == "one":
+        runner.hold(reading.hold_loading, PAGES_BYTES)
+        runner.load(plan.chunks, sum(is_routing(s) for s in plan.settings))
+    else:
+        runner.hold(reading.hold, reading.bytes_beside + PAGES_BYTES)
+        runner.load(plan.chunks, None)
+
+
+def _noted(plan: Plan, note: str) -> Plan:
+    return replace(plan, about={**plan.about, "notes": [*plan.about.get("notes", ()), note]})
