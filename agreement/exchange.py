@@ -209,8 +209,10 @@ def export_base(run_path: str | Path, out: str | Path, *, progress: ProgressCall
         LogitsFileError: The run's chunks are not those that the tool can score, or the file cannot be written.
     """
     run = RunStore.open(Path(run_path))
+    if Path(out).exists():
+        raise LogitsFileError(f"{out} exists; give the name of a new file")
     if not run.is_finished(BASELINE_PASS):
-        raise StoreError(f"{run_path}: the baseline is not complete; finish it with --resume")
+        raise StoreError(f"{run_path} has no complete recording; finish it with --resume, or sweep with --record")
     chunks = load_chunks(run)
     if (chunks.first, chunks.last) != (chunks.n_ctx // 2, chunks.n_ctx - 1):
         raise LogitsFileError(

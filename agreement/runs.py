@@ -18,7 +18,7 @@ from agreement.checks import check_hook, load_within_memory
 from agreement.chunks import to_arrays
 from agreement.errors import IdentityError, StoreError, UsageError
 from agreement.onepass import PASS_NAME
-from agreement.plan import ChunkOptions, Passes, Plan, check_settings, is_routing, make_plan, setting_facts
+from agreement.plan import ChunkOptions, Passes, Plan, check_settings, is_policy, is_routing, make_plan, setting_facts
 from agreement.preflight import Preflight
 from agreement.recording import LogitsMode, Progress, load_chunks
 from agreement.records import Corpus, EngineOptions, ModelFile, Report, Setting
@@ -229,6 +229,9 @@ def compare(
     if other:
         label = Path(header.path).stem
         chosen = tuple(with_model(s, header.path, label) for s in chosen or (BASELINE,))
+    policies = [s.name for s in chosen if is_policy(s) and s.name != BASELINE.name and s.model is None]
+    if policies:
+        raise UsageError(f"{policies[0]} is a routing policy, which only `agreement sweep` can run; sweep it anew")
     if not chosen:
         raise UsageError("nothing to compare: give --experts, --setting or another --model")
     check_settings(chosen, header) if not other else None

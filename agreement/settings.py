@@ -108,7 +108,7 @@ def parse_setting(text: str) -> Setting:
                 raise SettingError(f"setting {text!r}: {override.key} is given twice; llama.cpp takes only the first")
             overrides.append(override)
         else:
-            raise SettingError(f"setting {text!r}: expected experts=N or kv:KEY=TYPE:VALUE")
+            raise SettingError(f"setting {text!r}: expected experts=N, kv:KEY=TYPE:VALUE, topp=P or ser=K,T")
     return Setting(name=_name(experts, tuple(overrides), None), experts=experts, overrides=tuple(overrides))
 
 

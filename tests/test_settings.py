@@ -115,7 +115,7 @@ def test_experts_come_first_in_the_name() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "expected experts=N or kv:KEY=TYPE:VALUE"),
+        ("", "expected experts=N, kv:KEY=TYPE:VALUE, topp=P or ser=K,T"),
         ("baseline", "expected experts=N"),
         ("experts", "is not a whole number"),
         ("experts=6,4", "one number of experts a setting"),

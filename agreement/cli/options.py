@@ -21,7 +21,7 @@ class ChunkCount(click.ParamType[int]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Return the number."""
-        if value == "all":
+        if str(value).lower() == "all":
             return 0
         try:
             number = int(value)

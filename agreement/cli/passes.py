@@ -178,6 +178,7 @@ def record_command(model: str, corpus: str, out: Path, quiet: bool, **given: Any
 @options.settings_options
 @click.option("--name", "names", multiple=True, metavar="SETTING", help="With FILES: name of each, e.g. experts=6.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="With FILES: keep the result as a run directory.")
+@click.option("--allow-truncated", is_flag=True, help="With FILES: use the whole chunks of files that were cut short.")
 @click.option(
     "--model",
     type=click.Path(),
@@ -192,6 +193,7 @@ def compare_command(
     extra_settings: tuple[str, ...],
     names: tuple[str, ...],
     out: Path | None,
+    allow_truncated: bool,
     model: str | None,
     form: Format,
     quiet: bool,
@@ -210,10 +212,14 @@ def compare_command(
     if files:
         if experts or extra_settings or model:
             raise click.UsageError("logits files are compared without an engine: no --experts, --setting or --model")
-        _compare_files(run, files, names, out, form)
+        _compare_files(run, files, names, out, allow_truncated, form)
         return
-    if names or out:
-        raise click.UsageError("--name and -o are for logits files; settings are added to the run they belong to")
+    if run.is_file():
+        raise click.UsageError(f"{run} is a file; give the logits files of settings after it")
+    if names or out or allow_truncated:
+        raise click.UsageError(
+            "--name, -o and --allow-truncated are for logits files; settings are added to the run they belong to"
+        )
     from agreement.cli.progress import ProgressView
     from agreement.runs import compare
 
@@ -222,7 +228,9 @@ def compare_command(
     show_reports([report], form)
 
 
-def _compare_files(base: Path, files: tuple[str, ...], names: tuple[str, ...], out: Path | None, form: Format) -> None:
+def _compare_files(
+    base: Path, files: tuple[str, ...], names: tuple[str, ...], out: Path | None, allow_truncated: bool, form: Format
+) -> None:
     from tempfile import TemporaryDirectory
 
     from agreement.cli.kld import chunk_progress, named_files
@@ -231,6 +239,11 @@ def _compare_files(base: Path, files: tuple[str, ...], names: tuple[str, ...], o
     with TemporaryDirectory(prefix="agreement-") as folder:
         place = out or Path(folder) / base.stem
         report = import_files(
-            base, named_files(files, names), place, keep_logits=out is not None, progress=chunk_progress()
+            base,
+            named_files(files, names),
+            place,
+            allow_truncated=allow_truncated,
+            keep_logits=out is not None,
+            progress=chunk_progress(),
         )
     show_reports([report], form)

@@ -31,12 +31,18 @@ def table_command(runs: tuple[Path, ...], form: Format, confidence: float, metho
     agreement table runs/code runs/prose --format markdown
     """
     from agreement.analysis import differences
+    from agreement.errors import StoreError
     from agreement.report import render_differences
     from agreement.summary import load_counts, load_report
 
     reports = [load_report(run, confidence=confidence, method=method) for run in runs]
+    for run, report in zip(runs, reports, strict=True):
+        if not report.rows:
+            raise StoreError(f"{run}: no setting has finished; add one with `agreement compare`, or --resume the sweep")
+    # Worked out before anything is shown: a table cut off by an error would look complete.
+    paired = (
+        [] if against is None else [differences(load_counts(run)[0], against, confidence=confidence) for run in runs]
+    )
     show_reports(reports, form)
-    if against is not None:
-        for run in runs:
-            counts, _ = load_counts(run)
-            click.echo(render_differences(differences(counts, against, confidence=confidence), form), nl=False)
+    for rows in paired:
+        click.echo(render_differences(rows, form), nl=False)

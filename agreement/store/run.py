@@ -118,7 +118,8 @@ class RunStore:
             IdentityError: Names the first field that differs, with both values.
         """
         ours, theirs = dict(_flatten(self.header["identity"])), dict(_flatten(identity))
-        for field in sorted(ours.keys() | theirs.keys()):
+        # Fields that a person gave come before digests of what followed from them.
+        for field in sorted(ours.keys() | theirs.keys(), key=lambda f: (f.endswith("fingerprint"), f)):
             if field.split(".")[0] in ignore or ours.get(field) == theirs.get(field):
                 continue
             raise IdentityError(
