@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from agreement.chunks import build, to_arrays
-from agreement.errors import LogitsFileError, NoEffectError, StoreError, UsageError
+from agreement.errors import LogitsFileError, NoEffectError, SettingError, StoreError, UsageError
 from agreement.kld import (
     LogitsFile,
     QuantisedRows,
@@ -44,7 +44,7 @@ def setting_of_file(name: str) -> Setting:
     """Return the setting that a file is called: `experts=6` and the like keep their meaning, other names are labels."""
     try:
         return parse_setting(name)
-    except Exception:  # noqa: BLE001  # any name that is not a setting is a label
+    except SettingError:  # any other name is a label
         return Setting(name=name)
 
 
