@@ -77,7 +77,7 @@ def load_within_memory(plan: Plan, runner: Runner, replan: Callable[[int], Plan]
             reason = error
         else:
             note = f"the engine could not make a context for micro-batches of {first} tokens; {tried} instead"
-            return _noted(plan, note) if halvings else plan
+            return noted(plan, note) if halvings else plan
         if halvings == HALVINGS:
             break
         try:
@@ -104,5 +104,6 @@ def _load(plan: Plan, runner: Runner) -> None:
         runner.load(plan.chunks, None)
 
 
-def _noted(plan: Plan, note: str) -> Plan:
+def noted(plan: Plan, note: str) -> Plan:
+    """Return the plan with one more note for the report."""
     return replace(plan, about={**plan.about, "notes": [*plan.about.get("notes", ()), note]})

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from agreement.errors import GateError, UsageError
+from agreement.passes import SILENT, Listener, finish_one_pass, start_one_pass
 from agreement.plan import ChunkOptions
 from agreement.recording import load_chunks, stored_scores
 from agreement.records import EngineOptions, Judgement, Requirement, Setting
-from agreement.runs import SILENT, CorpusSource, Listener, Request, finish_one_pass, prepared, start_one_pass
+from agreement.runs import CorpusSource, Request, prepared
 from agreement.scoring import count_chunk
 from agreement.sequential import SequentialTest, State
 
@@ -80,7 +81,8 @@ def sequential_gate(
     SequentialTest(requirement, max_clusters=max_clusters, confidence=confidence)  # refuse early what can never pass
     cutting = replace(cutting, n_chunks=max_clusters)
     request = Request(model, corpus, out, cutting, "full", options, "one", resume, in_process, listener)
-    with prepared(request, (setting,)) as (run, runner, plan):
+    with prepared(request, (setting,)) as job:
+        run, runner, plan = job.run, job.runner, job.plan
         windows = load_chunks(run)
         # Every document gives one window before any gives a second, so the first windows are of different documents.
         n_clusters = len(windows.cluster_names)

@@ -8,6 +8,7 @@ AgreementError
 ├── SettingError        a setting that is malformed or impossible for this model
 ├── EngineError         the engine refused, crashed or gave numbers that are no numbers
 │   ├── ContextError    no context of that size, for lack of memory
+│   ├── KilledForMemoryError  the system ended the engine's process because memory ran out
 │   ├── NoEffectError   a setting that changed no logit
 │   └── UnstableEngineError  an engine that does not repeat itself
 ├── StoreError          a run directory or recording that is damaged, of another format, or in use
@@ -48,6 +49,10 @@ class EngineError(AgreementError):
 
 class ContextError(EngineError):
     """The engine could not make a context of the size asked for; a smaller one may do."""
+
+
+class KilledForMemoryError(EngineError):
+    """The system killed the engine's process because memory ran out; less held or a smaller micro-batch may do."""
 
 
 class NoEffectError(EngineError):

@@ -33,6 +33,7 @@ from agreement.streaming import (
     measured_costs,
     memory_available,
     plan_reading,
+    read_speed,
 )
 from agreement.workers.client import Runner, WorkerRunner
 
@@ -258,11 +259,15 @@ def reading_plan(
     work = Work(chunks.n_chunks, chunks.n_ctx, chunks.n_scored, len(routed), len(settings) - len(routed))
     memory = read_memory()
     host = Host(memory_available(memory), memory.source, lock_allowance())
+    if wishes.memory is not None:
+        host = replace(host, available=wishes.memory, source="--memory, as asked")
     costs = estimated_costs(model, options, chunks.n_ctx, full_logits=logits == "full")
     plan = plan_reading(model, host, options, work, costs, wishes)
     for _ in range(2):  # once more, since the measured sizes lead to another shape
         if plan.fits:
             break
+        if host.disk is None:
+            host = replace(host, disk=read_speed(max(model.shards, key=lambda p: Path(p).stat().st_size)))
         outputs = plan.n_sequences * min(chunks.n_scored, plan.n_ubatch)
         log = runner.measure(plan.n_ubatch, plan.n_sequences, outputs)
         tokens = plan.n_sequences * chunks.n_ctx

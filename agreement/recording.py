@@ -39,6 +39,8 @@ class Progress:
         tokens: Tokens decoded in this process so far in this pass.
         seconds: Time they took, loading left out.
         bytes_read: Bytes the engine's process has read from disk so far, in all passes; None where nobody counts.
+        beside: Memory it has taken beside the weights of a model that streams from disk, bytes; None otherwise.
+        note: What went otherwise than planned so far, one line; mostly empty.
     """
 
     pass_name: str
@@ -47,6 +49,8 @@ class Progress:
     tokens: int
     seconds: float
     bytes_read: int | None = None
+    beside: int | None = None
+    note: str = ""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ In: a model file, options, a run directory.  Out: chunk files and small results,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,16 +22,21 @@ from agreement.records import ChunkSet, EngineOptions, Float32Array, Int32Array,
 from agreement.routing import Policy
 from agreement.settings import BASELINE, experts_setting
 from agreement.store import RunStore
-from agreement.streaming import Hold, MemoryUse, bytes_read, hold_order, memory_available, memory_use
+from agreement.streaming import Counters, Hold, RoomWatch, bytes_read, hold_order, memory_available, memory_use
+from agreement.streaming.shapes import PAGES_BYTES, PROCESS_BYTES
+
+# Pages on their way from disk and those of code count as free, and are needed.  With 60 MB left of them a run read
+# twice the bytes.
+_ENOUGH_ROOM = PROCESS_BYTES + PAGES_BYTES
+_LEAST_ROOM = PROCESS_BYTES + 3 * PAGES_BYTES // 4
 
 
 def _no_progress(_progress: object) -> None:
     """Listen to nothing."""
 
 
-def _with_bytes(progress: ProgressListener) -> Callable[[Progress], None]:
-    """Return a listener that hears also what this process has read so far."""
-    return lambda told: progress(replace(told, bytes_read=bytes_read()))
+def _room() -> int:
+    return memory_available(read_memory())
 
 
 class FullRunner(PassRunner):
@@ -38,6 +44,9 @@ class FullRunner(PassRunner):
 
     _layout: Layout | None = None
     _hold: Hold | None = None
+    _before: int | None = None  # the process's own memory before anything was loaded
+    _beside: int | None = None
+    _notes: tuple[str, ...] = ()
 
     def configure(self, options: EngineOptions, n_sequences: int) -> EngineOptions:
         """Take other options, as the plan of reading chose them; return them complete."""
@@ -58,19 +67,48 @@ class FullRunner(PassRunner):
 
     def hold(self, n_bytes: int, keep_free: int) -> str:
         """Hold so many bytes of the model's file, more or fewer than before; return a note if it could not be all."""
+        if self._before is None:
+            self._before = self._own_memory()
         if self._hold is not None and n_bytes <= self._hold.held:
             self._hold.shrink(n_bytes)
             return ""
         if self._hold is not None:
             self._hold.close()
-        self._hold = Hold(
-            hold_order(self.model), n_bytes, room=lambda: memory_available(read_memory()), keep_free=keep_free
-        )
+        self._hold = Hold(hold_order(self.model), n_bytes, room=_room, keep_free=keep_free)
+        self._add_note(self._hold.note)
         return self._hold.note
 
-    def counters(self) -> tuple[int | None, MemoryUse | None]:
-        """Return the bytes this process has read and the memory it takes; None where the system does not say."""
-        return bytes_read(), memory_use()
+    def counters(self) -> Counters:
+        """Return what was read and taken so far."""
+        use = memory_use()
+        return Counters(bytes_read(), None if use is None else use.peak, self._beside, self._notes)
+
+    def _own_memory(self) -> int | None:
+        use = memory_use()
+        return None if use is None else use.anonymous
+
+    def _add_note(self, note: str) -> None:
+        if note and note not in self._notes:
+            self._notes += (note,)
+
+    @contextlib.contextmanager
+    def _watched(self, progress: ProgressListener) -> Iterator[ProgressListener]:
+        """Watch memory during a pass; yield a listener that also hears what was read, taken and let go."""
+        if self._hold is None or self._before is None:  # the model stays in memory, or nobody counts
+            yield lambda told: progress(replace(told, bytes_read=bytes_read()))
+            return
+        watch = RoomWatch(self._hold, _room, least=_LEAST_ROOM, enough=_ENOUGH_ROOM)
+
+        def listen(told: Progress) -> None:
+            taken = (self._own_memory() or 0) - (self._before or 0)
+            self._beside = max(taken, self._beside or 0)
+            progress(replace(told, bytes_read=bytes_read(), beside=taken, note=watch.note()))
+
+        try:
+            with watch:
+                yield listen
+        finally:
+            self._add_note(watch.note())
 
     def check_one_pass(self, chunks: ChunkSet, settings: Sequence[Setting], *, compare: bool = False) -> Preflight:
         """Check on few tokens that the engine of a one pass repeats itself, and that its hook equals an override.
@@ -124,13 +162,15 @@ class FullRunner(PassRunner):
         self, run: RunStore, *, logits: LogitsMode, top_k: int | None = None, progress: ProgressListener = _no_progress
     ) -> dict[str, Any]:
         """See `PassRunner.record_baseline`; progress says what was read."""
-        return super().record_baseline(run, logits=logits, top_k=top_k, progress=_with_bytes(progress))
+        with self._watched(progress) as listen:
+            return super().record_baseline(run, logits=logits, top_k=top_k, progress=listen)
 
     def run_setting(
         self, run: RunStore, setting: Setting, *, progress: ProgressListener = _no_progress
     ) -> dict[str, Any]:
         """See `PassRunner.run_setting`; progress says what was read."""
-        return super().run_setting(run, setting, progress=_with_bytes(progress))
+        with self._watched(progress) as listen:
+            return super().run_setting(run, setting, progress=listen)
 
     def run_one_pass(
         self,
@@ -161,17 +201,18 @@ class FullRunner(PassRunner):
             chunks = replace(
                 chunks, tokens=chunks.tokens[part], targets=chunks.targets[part], cluster=chunks.cluster[part]
             )
-        return run_one_pass(
-            engine,
-            run,
-            chunks,
-            settings,
-            layout=layout,
-            logits=logits,
-            top_k=top_k,
-            write_baseline=write_baseline,
-            progress=_with_bytes(progress),
-        )
+        with self._watched(progress) as listen:
+            return run_one_pass(
+                engine,
+                run,
+                chunks,
+                settings,
+                layout=layout,
+                logits=logits,
+                top_k=top_k,
+                write_baseline=write_baseline,
+                progress=listen,
+            )
 
     def _last_of_two(self, engine: Engine, tokens: Int32Array, routing: Sequence[Policy | None] | None) -> Float32Array:
         """Return a copy of the second sequence's logits, (n_tokens, n_vocab), reading only what is touched."""

@@ -10,46 +10,25 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from agreement import corpus as corpora
 from agreement import model_file
-from agreement.checks import check_hook, load_within_memory
+from agreement.checks import HALVINGS, check_hook, load_within_memory, noted
 from agreement.chunks import to_arrays
-from agreement.errors import IdentityError, StoreError, UsageError
+from agreement.errors import IdentityError, KilledForMemoryError, StoreError, UsageError
 from agreement.onepass import PASS_NAME
-from agreement.plan import ChunkOptions, Passes, Plan, check_settings, is_policy, is_routing, make_plan, setting_facts
-from agreement.preflight import Preflight
-from agreement.recording import LogitsMode, Progress, load_chunks
+from agreement.passes import SILENT, Listener, carry_out, record_baseline, run_settings
+from agreement.plan import ChunkOptions, Passes, Plan, check_settings, is_policy, make_plan
+from agreement.recording import LogitsMode
 from agreement.records import Corpus, EngineOptions, ModelFile, Report, Setting
 from agreement.runner import FullRunner
 from agreement.settings import BASELINE, experts_setting, with_model
 from agreement.settings import noise_floor as floor_setting
 from agreement.store import BASELINE_PASS, RunStore, refuse_foreign
-from agreement.streaming import ReadingPlan, Wishes
-from agreement.streaming.shapes import PAGES_BYTES
-from agreement.summary import READING, READING_BEGUN, finish
+from agreement.streaming import Wishes
+from agreement.summary import finish
 from agreement.workers.client import Runner, WorkerRunner
-
-
-@dataclass(frozen=True)
-class Listener:
-    """What wants to know how a run goes; every call is optional.
-
-    Attributes:
-        plan: Called before anything is written; once more if memory was too little for the first plan.
-        preflight: Called when the engine has been found stable.
-        passes: Called before each pass with its name and its number of chunks.
-        progress: Called after each block of chunks.
-    """
-
-    plan: Callable[[Plan], None] = lambda _plan: None
-    preflight: Callable[[Preflight], None] = lambda _result: None
-    passes: Callable[[str, int], None] = lambda _name, _chunks: None
-    progress: Callable[[Progress], None] = lambda _progress: None
-
-
-SILENT = Listener()
 
 CorpusSource = str | Path | Corpus | Callable[[], Corpus]
 
@@ -103,18 +82,40 @@ def sweep(
     if noise_floor:
         chosen = (floor_setting(model_file.read_model_file(model)), *chosen)
     arguments = Request(model, corpus, out, chunks, logits, options, passes, resume, in_process, listener, wishes)
-    with prepared(arguments._replace(keep_recording=keep_recording), chosen) as (run, runner, plan):
-        streams = not plan.reading.fits and not _is_complete(run, plan)
-        if streams:
-            run.add_timing({"pass": READING_BEGUN})
-        if plan.passes == "one":
-            _one_pass(run, runner, plan, listener)
-        else:
-            _baseline(run, runner, plan, listener)
-        _settings(run, runner, plan.model, chosen, listener)
-        if streams:
-            _note_reading(run, runner, plan.reading)
-        return finish(run)
+    with prepared(arguments._replace(keep_recording=keep_recording), chosen) as first:
+        job = first
+        while True:
+            try:
+                carry_out(job.run, job.runner, job.plan, listener)
+            except KilledForMemoryError as error:
+                job = _smaller(job, error, listener)
+            else:
+                return finish(job.run)
+
+
+def _smaller(job: Job, error: KilledForMemoryError, listener: Listener) -> Job:
+    """Return a job with half the micro-batch, after its process was killed with nothing of the model held.
+
+    Raises:
+        KilledForMemoryError: Nothing smaller can be tried, with advice.
+    """
+    n_ubatch = job.plan.reading.n_ubatch
+    if job.plan.reading.fits:
+        raise KilledForMemoryError(f"{error}; free some, or say with --memory what may be used") from error
+    advice = f"micro-batches of {n_ubatch} tokens are too large: allow more memory, or start anew with a smaller -ub"
+    if job.run.has_any_chunk() or job.halvings == HALVINGS:  # chunks of two micro-batches are not of one run
+        raise KilledForMemoryError(f"{error}; {advice}") from error
+    try:
+        plan = job.replan(max(1, n_ubatch // 2))
+    except UsageError:
+        raise KilledForMemoryError(f"{error}; {advice}") from error
+    if plan.reading.fits:  # with such options by themselves; that is another run, for the user to choose
+        raise KilledForMemoryError(f"{error}; {advice}") from error
+    plan = noted(plan, f"memory ran out with micro-batches of {n_ubatch} tokens; {plan.reading.n_ubatch} instead")
+    listener.plan(plan)
+    job.run.discard()
+    run = RunStore.create(job.run.path, plan.identity, plan.about, to_arrays(plan.chunks))
+    return replace(job, run=run, plan=plan, halvings=job.halvings + 1)
 
 
 def record(
@@ -131,9 +132,9 @@ def record(
 ) -> RunStore:
     """Record the baseline alone: the first half of `sweep`, with the same arguments; returns the run."""
     arguments = Request(model, corpus, out, chunks, logits, options, "separate", resume, in_process, listener)
-    with prepared(arguments, ()) as (run, runner, plan):
-        _baseline(run, runner, plan, listener)
-        return run
+    with prepared(arguments, ()) as job:
+        record_baseline(job.run, job.runner, job.plan, listener)
+        return job.run
 
 
 class Request(NamedTuple):
@@ -153,8 +154,27 @@ class Request(NamedTuple):
     keep_recording: bool = False
 
 
+@dataclass(frozen=True)
+class Job:
+    """A run that can begin.
+
+    Attributes:
+        run: Its directory, locked.
+        runner: For its passes.
+        plan: What is to be done.
+        replan: Plans again with a micro-batch of at most so many tokens.
+        halvings: How often that was done because memory ran out.
+    """
+
+    run: RunStore
+    runner: Runner
+    plan: Plan
+    replan: Callable[[int], Plan]
+    halvings: int = 0
+
+
 @contextlib.contextmanager
-def prepared(given: Request, settings: tuple[Setting, ...]) -> Iterator[tuple[RunStore, Runner, Plan]]:
+def prepared(given: Request, settings: tuple[Setting, ...]) -> Iterator[Job]:
     """Yield a planned run, locked, with the runner for its passes."""
     header = model_file.read_model_file(given.model)
     check_settings(settings, header)
@@ -183,12 +203,16 @@ def prepared(given: Request, settings: tuple[Setting, ...]) -> Iterator[tuple[Ru
         plan = planned(wishes=wishes)
         plan = check_hook(plan, runner, given.passes, known=_known_difference(path))
         given.listener.plan(plan)
+
+        def replan(most: int) -> Plan:
+            return planned(wishes=replace(wishes, n_ubatch=most))
+
         if not (path / "run.json").exists():  # else its micro-batch is settled
-            found = load_within_memory(plan, runner, lambda most: planned(wishes=replace(wishes, n_ubatch=most)))
+            found = load_within_memory(plan, runner, replan)
             if found is not plan:
                 given.listener.plan(found)
             plan = found
-        yield _open_or_create(path, plan, resume=given.resume), runner, plan
+        yield Job(_open_or_create(path, plan, resume=given.resume), runner, plan, replan)
 
 
 def compare(
@@ -249,7 +273,7 @@ def compare(
             "options": asdict(vocabulary.options),
         }
         run.require_identity(found, ignore=("chunks", "recording", PASS_NAME))
-        _settings(run, runner, header, chosen, listener, digest=digest if other else "")
+        run_settings(run, runner, header, chosen, listener, digest=digest if other else "")
         return finish(run)
 
 
@@ -286,117 +310,6 @@ def _open_or_create(path: Path, plan: Plan, *, resume: bool) -> RunStore:
         run.require_identity(plan.identity)
         return run
     return RunStore.create(path, plan.identity, plan.about, to_arrays(plan.chunks))
-
-
-def _one_pass(run: RunStore, runner: Runner, plan: Plan, listener: Listener) -> None:
-    """Run every setting that is a routing policy in one pass; the others then need the recording it writes."""
-    together = tuple(s for s in plan.settings if is_routing(s))
-    recorded = plan.records_baseline
-    if all(run.is_finished(s.name) for s in together) and (run.is_finished(BASELINE_PASS) or not recorded):
-        return
-    start_one_pass(run, runner, plan, listener)
-    facts = runner.run_one_pass(
-        run,
-        together,
-        logits=plan.logits,
-        top_k=plan.top_k,
-        write_baseline=recorded,
-        progress=listener.progress,
-    )
-    finish_one_pass(run, facts)
-    if recorded:
-        run.finish_pass(BASELINE_PASS, {"proof": PASS_NAME})
-
-
-def start_one_pass(run: RunStore, runner: Runner, plan: Plan, listener: Listener) -> None:
-    """Note the settings in `run.json`, check the engine and announce the pass."""
-    _register(run, plan.model, plan.settings)
-    if plan.reading.fits:
-        _preflight(run, runner, listener)
-    else:
-        runner.hold(plan.reading.hold_loading, PAGES_BYTES)
-        together = tuple(s for s in plan.settings if is_routing(s))
-        _keep_preflight(run, runner.check_one_pass(load_chunks(run), together), listener)
-        runner.hold(plan.reading.hold, 0)
-    listener.passes(PASS_NAME, plan.chunks.n_chunks)
-
-
-def finish_one_pass(run: RunStore, facts: dict[str, dict[str, Any]]) -> None:
-    """Note in `run.json` that the settings of a pass are complete."""
-    for name, proof in facts.items():
-        run.finish_pass(name, proof)
-
-
-def _is_complete(run: RunStore, plan: Plan) -> bool:
-    recorded = run.is_finished(BASELINE_PASS) or not plan.records_baseline
-    return recorded and all(run.is_finished(s.name) for s in plan.settings)
-
-
-def _note_reading(run: RunStore, runner: Runner, reading: ReadingPlan) -> None:
-    """Put what was really read beside the plan, for a model that streams from disk."""
-    n_bytes, memory = runner.counters()
-    peak = None if memory is None else memory.peak
-    run.add_timing({"pass": READING, "bytes": n_bytes, "bytes_planned": reading.bytes_expected, "peak": peak})
-
-
-def _preflight(run: RunStore, runner: Runner, listener: Listener, *, short: bool = False) -> None:
-    """Check that the engine repeats itself, and keep what was found."""
-    _keep_preflight(run, runner.preflight(load_chunks(run), short=short), listener)
-
-
-def _keep_preflight(run: RunStore, result: Preflight, listener: Listener) -> None:
-    facts = asdict(result)
-    del facts["tokens_per_second"]  # volatile, and run.json must not depend on the weather
-    run.header["about"]["preflight"] = {**run.header["about"].get("preflight", {}), **facts}
-    run.save_header()
-    listener.preflight(result)
-
-
-def _baseline(run: RunStore, runner: Runner, plan: Plan, listener: Listener) -> None:
-    reading = plan.reading
-    if not reading.fits and not _is_complete(run, plan):
-        runner.hold(reading.hold, reading.bytes_beside + PAGES_BYTES)
-    if run.is_finished(BASELINE_PASS):
-        return
-    _preflight(run, runner, listener, short=not reading.fits)
-    listener.passes(BASELINE_PASS, int(run.header["identity"]["chunks"]["n_chunks"]))
-    proof = runner.record_baseline(run, logits=plan.logits, top_k=plan.top_k, progress=listener.progress)
-    run.finish_pass(BASELINE_PASS, proof)
-
-
-def _register(run: RunStore, model: ModelFile, settings: Sequence[Setting], digest: str = "") -> None:
-    """Note settings in `run.json`, and refuse one that is there already of another model file."""
-    for setting in settings:
-        facts = setting_facts(setting, model, digest)
-        known = run.header["about"]["settings"].get(setting.name)
-        if known is not None and known["digest"] != facts["digest"]:
-            raise IdentityError(
-                f"{run.path} already has {setting.name} of another model file (digest {known['digest']}, now "
-                f"{facts['digest']}); give the file another name or start a new run"
-            )
-        if known is None:
-            run.header["settings"].append(setting.name)
-            run.header["about"]["settings"][setting.name] = facts
-    run.save_header()
-
-
-def _settings(
-    run: RunStore,
-    runner: Runner,
-    model: ModelFile,
-    settings: Sequence[Setting],
-    listener: Listener,
-    *,
-    digest: str = "",
-) -> None:
-    """Run the settings that are not finished; `digest` is that of a model file other than the recorded one."""
-    _register(run, model, settings, digest)
-    n_chunks = int(run.header["identity"]["chunks"]["n_chunks"])
-    for setting in settings:
-        if run.is_finished(setting.name):
-            continue
-        listener.passes(setting.name, n_chunks)
-        run.finish_pass(setting.name, runner.run_setting(run, setting, progress=listener.progress))
 
 
 @contextlib.contextmanager

@@ -25,8 +25,9 @@ from agreement.records import Counts, Report
 from agreement.scoring import count_chunk
 from agreement.store import RunStore, read_json
 
-# Entries of the timings: bytes read from disk, and a start that will say so when it ends.
-READING, READING_BEGUN = "reading", "reading begun"
+# Entries of the timings: bytes read from disk, a start that will say so when it ends, and what went otherwise than
+# planned.
+READING, READING_BEGUN, READING_NOTE = "reading", "reading begun", "reading note"
 
 
 def load_report(
@@ -55,16 +56,28 @@ def finish(run: RunStore) -> Report:
 
 
 def _with_reading(report: Report, run: RunStore) -> Report:
-    """Put the bytes really read beside those planned; like speeds they are not in `report.json`."""
-    planned, read = report.facts.get(READING), _bytes_read(run)
-    if planned is None or not read:
+    """Put what was really read and taken beside the plan; like speeds it is not in `report.json`."""
+    planned = report.facts.get(READING)
+    if planned is None:
         return report
-    return replace(report, facts={**report.facts, READING: f"{planned}, {read}"})
-
-
-def _bytes_read(run: RunStore) -> str:
-    """Return what was read from disk in all starts of a run, for people; empty where none has ended."""
     entries = run.read_timings()
+    parts = (planned, _bytes_read(entries), _taken(entries))
+    notes = dict.fromkeys(str(e.get("text")) for e in entries if e.get("pass") == READING_NOTE)
+    facts = {**report.facts, READING: ", ".join(part for part in parts if part)}
+    return replace(report, facts=facts, notes=(*report.notes, *notes))
+
+
+def _taken(entries: list[dict[str, Any]]) -> str:
+    """Return the memory taken beside the weights against the plan's figure, for people; empty if not known."""
+    taken = [(int(e["beside"]), int(e["beside_planned"])) for e in entries if e.get("beside") is not None]
+    if not taken:
+        return ""
+    most, planned = max(taken)
+    return f"{size_text(most)} of memory beside the weights, planned {size_text(planned)}"
+
+
+def _bytes_read(entries: list[dict[str, Any]]) -> str:
+    """Return what was read from disk in all starts of a run, for people; empty where none has ended."""
     ended = [e.get("bytes") for e in entries if e.get("pass") == READING]
     counted = [int(n) for n in ended if n is not None]
     if len(counted) < len(ended):

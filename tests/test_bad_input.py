@@ -44,9 +44,9 @@ from agreement.errors import (
     SettingError,
     StoreError,
 )
+from agreement.passes import Listener
 from agreement.recording import Progress
 from agreement.records import EngineOptions, Setting
-from agreement.runs import Listener
 from agreement.settings import parse_setting
 from agreement.store import RunStore
 

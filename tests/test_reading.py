@@ -34,11 +34,11 @@ from agreement.cli import main
 from agreement.corpus import load
 from agreement.errors import ContextError, EngineError, UsageError
 from agreement.model_file import size_text
+from agreement.passes import Listener
 from agreement.plan import Plan, plan_sweep
 from agreement.recording import Progress
 from agreement.records import Report
 from agreement.runner import FullRunner
-from agreement.runs import Listener
 from agreement.settings import experts_setting
 from agreement.store import RunStore
 
@@ -126,7 +126,11 @@ def test_what_was_read_stands_beside_the_plan(
     # One count a block; the sum of the run is one more.
     assert [p.bytes_read for p in told] == [100_000 * (i + 1) for i in range(len(told))]
     planned = f"planned {size_text(plans[0].reading.bytes_expected)}"
-    assert report.facts["reading"] == f"{planned}, really read {size_text(100_000 * (len(told) + 1))}"
+    read, taken, beside_planned = report.facts["reading"].split(", ", 3)[1:]
+    assert read == f"really read {size_text(100_000 * (len(told) + 1))}"
+    most = max(p.beside for p in told if p.beside is not None)
+    assert taken == f"{size_text(most)} of memory beside the weights"
+    assert beside_planned == f"planned {size_text(plans[0].reading.activations)}"
     assert load_report(out) == report
     assert load_report(out / "report.json").facts["reading"] == planned
     before, kept = snapshot(out), timings(out)

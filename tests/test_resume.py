@@ -18,8 +18,8 @@ import pytest
 from small_runs import FOUR_AT_A_TIME, SHORT, children, command_line, run_command, snapshot, wait_for, write_corpus
 
 from agreement import record, sweep
+from agreement.passes import Listener
 from agreement.recording import Progress
-from agreement.runs import Listener
 from agreement.store import RunStore
 
 N_CHUNKS = 80

@@ -29,7 +29,6 @@ from agreement.streaming import (
     Wishes,
     Work,
     bytes_read,
-    corrected_costs,
     estimated_costs,
     hold_order,
     lock_allowance,
@@ -160,9 +159,10 @@ def test_wishes_are_carried_out(hold: int) -> None:
 @pytest.mark.parametrize(
     ("wishes", "message"),
     [
-        (Wishes(n_ubatch=0), "--ubatch 0"),
+        (Wishes(n_ubatch=0), "-ub 0"),
         (Wishes(hold=-1), "--hold -1"),
-        (Wishes(hold=790_000_000), "lower --ctx, --hold"),
+        (Wishes(memory=0), "--memory 0"),
+        (Wishes(hold=790_000_000), "lower -c, --hold"),
     ],
 )
 def test_wishes_that_cannot_be(wishes: Wishes, message: str) -> None:
@@ -281,18 +281,6 @@ def test_measured_from_log_lines() -> None:
     # a buffer that the outputs fill says nothing of the activations: 760.51 MiB / 10,240 = 77,877 bytes an output
     large = replace(COSTS, output=77_000.0)
     assert measured_costs(large, log, n_ubatch=20480, n_outputs=10240, n_tokens=20480).activation == COSTS.activation
-
-
-def test_correction_after_the_first_micro_batch() -> None:
-    assert corrected_costs(COSTS, grown=100, expected=100) is COSTS
-    assert corrected_costs(COSTS, grown=50, expected=100) is COSTS
-    more = corrected_costs(COSTS, grown=150, expected=100)
-    assert (more.activation, more.copied) == (13500.0, 1500.0)
-    # with them a plan that was too large shrinks
-    host = Host(330_000_000)
-    before = plan_reading(a_model(), host, OPTIONS, WORK, COSTS)
-    after = plan_reading(a_model(), host, OPTIONS, WORK, more)
-    assert after.n_ubatch < before.n_ubatch
 
 
 # --- holding --------------------------------------------------------------------------------------------------------

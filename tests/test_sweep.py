@@ -18,11 +18,12 @@ from small_runs import FOUR_AT_A_TIME, ONE_AT_A_TIME, SHORT, children, make_text
 from agreement import ChunkOptions, compare, load_report, record, sweep
 from agreement.corpus import load
 from agreement.errors import IdentityError, SettingError, StoreError, UsageError
+from agreement.passes import Listener
 from agreement.plan import Plan
 from agreement.preflight import Preflight
 from agreement.recording import Progress, load_chunks, stored_scores
 from agreement.records import Corpus, Report
-from agreement.runs import CorpusSource, Listener
+from agreement.runs import CorpusSource
 from agreement.settings import parse_setting
 from agreement.store import RunStore
 

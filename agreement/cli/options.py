@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,6 +13,7 @@ if TYPE_CHECKING:
     from agreement.records import EngineOptions
     from agreement.streaming import Wishes
 
+AUTO = -1  # of a size: left to the plan
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -30,6 +33,34 @@ class ChunkCount(click.ParamType[int]):
         if number < 1:
             self.fail(f"{number} is not a positive number of chunks", param, ctx)
         return number
+
+
+class Size(click.ParamType[int]):
+    """A number of bytes: `300000`, `1.5G`, `200GiB`; k, M, G and T are powers of 1000, with an `i` of 1024.
+
+    Args:
+        words: What may stand instead of a number.
+    """
+
+    name = "BYTES"
+    _UNITS = "kmgt"
+
+    def __init__(self, **words: int) -> None:
+        self._words = words
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the bytes."""
+        text = str(value).strip().lower()
+        if text in self._words:
+            return self._words[text]
+        found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,6})?)\s*(?:([kmgt])(i?))?b?", text)
+        if found is None:
+            others = "".join(f", {word!r}" for word in self._words)
+            self.fail(f"{value!r} is no number of bytes such as 300000, 1.5G or 200GiB{others}", param, ctx)
+        number, unit, binary = found.groups()
+        power = self._UNITS.index(unit) + 1 if unit else 0
+        # A fraction of a byte is rounded down; `Fraction` keeps large numbers exact.
+        return int(Fraction(number) * (1024 if binary else 1000) ** power)
 
 
 def _stack(*decorators: Decorator) -> Decorator:
@@ -118,10 +149,19 @@ engine_options = _stack(
 reading_options = _stack(
     click.option(
         "--hold",
+        type=Size(auto=AUTO, off=0),
         default="auto",
         metavar="BYTES|auto|off",
         show_default=True,
         help="How much of a model larger than memory to lock in memory.",
+    ),
+    click.option(
+        "--memory",
+        type=Size(auto=AUTO),
+        default="auto",
+        metavar="BYTES|auto",
+        show_default=True,
+        help="Plan with so much memory instead of what is free now, e.g. 200G.",
     ),
 )
 
@@ -139,13 +179,12 @@ def take_wishes(given: dict[str, Any]) -> Wishes:
         source = context.get_parameter_source(name)
         return given[name] if source is click.core.ParameterSource.COMMANDLINE else None
 
-    hold = given.pop("hold")
-    if hold not in ("auto", "off") and not hold.isdecimal():
-        raise click.BadParameter(f"{hold!r} is neither a number of bytes, 'auto' nor 'off'", param_hint="--hold")
+    hold, memory = given.pop("hold"), given.pop("memory")
     return Wishes(
         n_ubatch=typed("n_ubatch"),
-        hold=None if hold == "auto" else 0 if hold == "off" else int(hold),
+        hold=None if hold == AUTO else hold,
         repack=typed("repack"),
+        memory=None if memory == AUTO else memory,
     )
 
 

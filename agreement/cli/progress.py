@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from agreement.model_file import size_text
+from agreement.passes import Listener
 from agreement.plan import Plan, scores_bytes
 from agreement.preflight import Preflight
 from agreement.recording import Progress as PassProgress
-from agreement.runs import Listener
 from agreement.sequential import State
 
 _PLAIN_SECONDS = 10.0  # between lines where the output is a file or a pipe
@@ -41,6 +41,7 @@ class ProgressView:
         self._plan: Plan | None = None
         self._remaining_passes = 0
         self._last_line = 0.0
+        self._told: set[str] = set()
 
     def __enter__(self) -> Self:
         """Start drawing."""
@@ -57,11 +58,17 @@ class ProgressView:
 
     def listener(self) -> Listener:
         """Return what to hand to `sweep`."""
-        return Listener(plan=self.plan, preflight=self.preflight, passes=self.start_pass, progress=self.advance)
+        return Listener(
+            plan=self.plan,
+            preflight=self.preflight,
+            passes=self.start_pass,
+            progress=self.advance,
+            note=self.note,
+        )
 
     def sequential_listener(self) -> Listener:
         """Return what to hand to the sequential gate, whose pass is shown by `looked` instead of a bar."""
-        return Listener(plan=self.plan, preflight=self._stable)
+        return Listener(plan=self.plan, preflight=self._stable, note=self.note)
 
     def looked(self, state: State) -> None:
         """Say where a sequential gate stands."""
@@ -80,7 +87,7 @@ class ProgressView:
     def preflight(self, result: Preflight) -> None:
         """Say how stable the engine is, and how long the run will take."""
         self._stable(result)
-        if self._plan is not None:
+        if self._plan is not None and self._plan.reading.fits:  # else its few tokens mostly waited for the disk
             seconds = self._plan.n_tokens / result.tokens_per_second
             rate = f"{result.tokens_per_second:,.0f} tokens/s"
             self._console.print(f"time       about {duration(seconds)} at the preflight's {rate}", markup=False)
@@ -94,6 +101,12 @@ class ProgressView:
         )
         self._console.print(line, markup=False, soft_wrap=True)
 
+    def note(self, text: str) -> None:
+        """Say once what goes otherwise than planned."""
+        if text and text not in self._told:
+            self._told.add(text)
+            self._console.print(f"note       {text}", markup=False, soft_wrap=True)
+
     def start_pass(self, name: str, n_chunks: int) -> None:
         """Begin a bar."""
         self._task = self._bar.add_task(name, total=n_chunks, rate="", left="") if self._live else None
@@ -101,6 +114,8 @@ class ProgressView:
 
     def advance(self, progress: PassProgress) -> None:
         """Move the bar, or print a line now and then where there is none."""
+        self._told_memory(progress)
+        self.note(progress.note)
         rate = progress.tokens / progress.seconds if progress.seconds > 0 and progress.tokens else 0.0
         left = ""
         if rate and progress.tokens:
@@ -116,6 +131,16 @@ class ProgressView:
             self._last_line = now
             line = f"{progress.pass_name}: {progress.done}/{progress.total} chunks, {shown}"
             self._console.print(line + (f", {left}" if left and progress.done < progress.total else ""), markup=False)
+
+    def _told_memory(self, progress: PassProgress) -> None:
+        """Say after the first micro-batch what memory it took, beside the plan's figure."""
+        if self._plan is None or progress.beside is None or "memory" in self._told:
+            return
+        self._told.add("memory")
+        planned = size_text(self._plan.reading.activations)
+        self._console.print(
+            f"memory     {size_text(progress.beside)} taken beside the weights, {planned} planned", markup=False
+        )
 
     def _read_text(self, progress: PassProgress) -> str:
         """Return what was read beside the plan, for a model that streams from disk."""

@@ -33,8 +33,11 @@ FORMAT_VERSION = 1
 BASELINE_PASS = "baseline"  # noqa: S105  # a pass over the corpus, not a password
 CHUNKS_FILE = "chunks.agr"
 RUN_FILE = "run.json"
+TIMINGS_FILE = "timings.jsonl"
 # What a run that was killed before it began may have left.
-_BEFORE_A_RUN = frozenset({"lock", "engine.log", CHUNKS_FILE, f"{CHUNKS_FILE}.partial", "run.json.partial"})
+_BEFORE_A_RUN = frozenset(
+    {"lock", "engine.log", TIMINGS_FILE, CHUNKS_FILE, f"{CHUNKS_FILE}.partial", f"{RUN_FILE}.partial"}
+)
 LOCK_WAIT_SECONDS = 3.0  # a killed run's worker needs a moment to let go of the lock it inherited
 
 
@@ -110,6 +113,19 @@ class RunStore:
         data = {"format": FORMAT, "format_version": FORMAT_VERSION, **self.header}
         text = json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
         write_file(self.path / RUN_FILE, text.encode(), durable=True)
+
+    def has_any_chunk(self) -> bool:
+        """Say whether any pass has left a chunk."""
+        return any(True for _ in self.path.glob("*/chunk-*")) or any(True for _ in self.path.glob("*/*/chunk-*"))
+
+    def discard(self) -> None:
+        """Take back a run that has no chunk yet, so that another can be made in its place; log and timings stay."""
+        for name in (RUN_FILE, CHUNKS_FILE):
+            (self.path / name).unlink(missing_ok=True)
+        folders = sorted((p for p in self.path.rglob("*") if p.is_dir()), reverse=True)
+        for folder in folders:
+            with contextlib.suppress(OSError):  # not empty: not ours
+                folder.rmdir()
 
     def require_identity(self, identity: dict[str, Any], *, ignore: tuple[str, ...] = ()) -> None:
         """Refuse to go on if something differs that must be equal.
@@ -203,7 +219,7 @@ class RunStore:
         Raises:
             StoreError: The file system refuses.
         """
-        file = self.path / "timings.jsonl"
+        file = self.path / TIMINGS_FILE
         try:
             with file.open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps(entry, sort_keys=True) + "\n")
@@ -213,7 +229,7 @@ class RunStore:
     def read_timings(self) -> list[dict[str, Any]]:
         """Return the whole lines of `timings.jsonl`; a line cut short by a kill is passed over."""
         try:
-            lines = (self.path / "timings.jsonl").read_text(encoding="utf-8").splitlines()
+            lines = (self.path / TIMINGS_FILE).read_text(encoding="utf-8").splitlines()
         except FileNotFoundError:
             return []
         entries = []

@@ -22,6 +22,7 @@ from agreement.records import EngineOptions, ModelFile
 from agreement.streaming.costs import Costs
 from agreement.streaming.shapes import (
     PASSES,
+    PROCESS_BYTES,
     Candidate,
     Host,
     Passes,
@@ -90,6 +91,11 @@ class ReadingPlan:
     seconds_reading: float
     choices: tuple[Choice, ...]
 
+    @property
+    def activations(self) -> int:
+        """Of `bytes_beside` what the process takes for itself: all but code, which is pages of files."""
+        return max(0, self.bytes_beside - PROCESS_BYTES)
+
     def options(self, options: EngineOptions) -> EngineOptions:
         """Return engine options that carry out the plan."""
         if self.fits:
@@ -146,7 +152,9 @@ def _order(candidate: Candidate) -> tuple[int, int]:
 
 def _check(wishes: Wishes, work: Work) -> None:
     if wishes.n_ubatch is not None and wishes.n_ubatch < 1:
-        raise UsageError(f"--ubatch {wishes.n_ubatch}: give at least 1 token")
+        raise UsageError(f"-ub {wishes.n_ubatch}: give at least 1 token")
+    if wishes.memory is not None and wishes.memory < 1:
+        raise UsageError(f"--memory {wishes.memory}: give the bytes that the run may take, or auto")
     if wishes.hold is not None and wishes.hold < 0:
         raise UsageError(f"--hold {wishes.hold}: give bytes from 0 on, auto or off")
     if wishes.passes == "one" and work.n_settings == 0:
@@ -176,7 +184,6 @@ def _in_memory(
     n_ubatch = wishes.n_ubatch or options.n_ubatch
     repack = options.repack if wishes.repack is None else wishes.repack
     seconds = model.bytes_total / (host.disk or DISK_SPEED)
-    speed = f"{size_text(int(host.disk or DISK_SPEED))}/s" + ("" if host.disk else " (assumed)")
     choices = [
         memory,
         Choice("micro-batch", f"{n_ubatch} tokens", "as given: a larger one would save no reading"),
@@ -185,7 +192,7 @@ def _in_memory(
     ]
     if not options.n_gpu_layers:
         choices[3:3] = [Choice("hold", "nothing", "all of the file stays in memory")]
-        reason = f"the first load, where the file is not in memory yet; {seconds:,.0f} s at {speed}"
+        reason = f"the first load, where the file is not in memory yet; {_reading_time(seconds, host)}"
         choices.append(Choice("reading", f"{size_text(model.bytes_total)}, 1.0 readings of the file", reason))
     return ReadingPlan(
         fits=True,
@@ -245,6 +252,7 @@ def _streamed(
                 f"that is what may be used ({host.source}); {size_text(chosen.beside)} go to activations, cache and "
                 "code" + ("" if costs.measured else " (estimated)"),
             ),
+            _token_choice(costs),
             _ubatch_choice(work, wishes, chosen),
             _passes_choice(wishes, chosen, other),
             _hold_choice(model, wishes, chosen),
@@ -257,8 +265,8 @@ def _streamed(
             Choice(
                 "reading",
                 f"{size_text(chosen.n_bytes)}, {readings:.1f} readings of the file",
-                f"{chosen.loads} loads and {chosen.micro_batches} micro-batches; {seconds:,.0f} s at "
-                f"{size_text(int(host.disk or DISK_SPEED))}/s" + ("" if host.disk else " (assumed)"),
+                f"{chosen.loads} loads and {chosen.micro_batches} micro-batches; {_reading_time(seconds, host)}, and "
+                "computing on top",
             ),
         ),
     )
@@ -275,7 +283,21 @@ def _too_little(model: ModelFile, host: Host, work: Work, costs: Costs, wishes: 
     hold = wishes.hold or 0
     return (
         f"{model.name}: {size_text(host.available)} may be used ({host.source}), the smallest micro-batch needs "
-        f"{size_text(smallest + hold)}; lower --ctx, --hold or the number of settings, or allow more memory"
+        f"{size_text(smallest + hold)}; lower -c, --hold or the number of settings, or allow more memory"
+    )
+
+
+def _reading_time(seconds: float, host: Host) -> str:
+    how = "measured" if host.disk else "assumed"
+    return f"{seconds:,.0f} s at {size_text(int(host.disk or DISK_SPEED))}/s ({how})"
+
+
+def _token_choice(costs: Costs) -> Choice:
+    return Choice(
+        "a token",
+        f"{size_text(round(costs.activation + costs.copied))} of activations, {size_text(round(costs.cache))} of cache",
+        f"and {size_text(round(costs.logits))} of logits where it is scored; "
+        + ("laid out by the engine, not yet allocated" if costs.measured else "estimated from the header"),
     )
 
 

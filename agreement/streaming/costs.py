@@ -140,17 +140,3 @@ def measured_costs(costs: Costs, log: Iterable[str], *, n_ubatch: int, n_outputs
     activation = min(costs.activation, compute / n_ubatch) if by_outputs else compute / n_ubatch
     new = replace(costs, activation=activation, measured=True)
     return replace(new, cache=cache / n_tokens) if cache > 0 and n_tokens else new
-
-
-def corrected_costs(costs: Costs, *, grown: int, expected: int) -> Costs:
-    """Raise the costs by what the first micro-batch took more than expected; they are never lowered.
-
-    Args:
-        costs: What the plan was made with.
-        grown: Growth of the process's own memory over the first micro-batch, bytes (`MemoryUse.anonymous`).
-        expected: What the plan expected there, `ReadingPlan.bytes_beside`.
-    """
-    if grown <= expected or expected <= 0:
-        return costs
-    factor = grown / expected
-    return replace(costs, activation=costs.activation * factor, copied=costs.copied * factor, measured=True)

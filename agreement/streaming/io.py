@@ -26,6 +26,23 @@ class MemoryUse:
     peak: int
 
 
+@dataclass(frozen=True)
+class Counters:
+    """What a run has cost the process that reads the weights.
+
+    Attributes:
+        bytes_read: From disk; None where the system does not say.
+        peak: Most memory that was resident, bytes, file pages included; None as above.
+        beside: Most memory taken beside the weights after a micro-batch, bytes; None as above, or before the first.
+        notes: What went otherwise than planned, one line each.
+    """
+
+    bytes_read: int | None
+    peak: int | None
+    beside: int | None = None
+    notes: tuple[str, ...] = ()
+
+
 def bytes_read(pid: int | None = None, *, proc: Path = _PROC) -> int | None:
     """Return the bytes a process has caused to be read from storage so far, read-ahead and page faults included.
 
@@ -75,6 +92,18 @@ def memory_available(memory: Memory, *, proc: Path = _PROC) -> int:
     stat = group / "memory.stat"
     droppable = sum(_field(stat, f"{prefix}{kind}_file") or 0 for kind in ("active", "inactive"))
     return max(0, min(available, memory.limit - used + droppable))
+
+
+def memory_kills(*, proc: Path = _PROC) -> int | None:
+    """Return how many processes of this machine were killed for want of memory, the machine's or a control group's.
+
+    Args:
+        proc: Where `/proc` is; another folder in tests.
+
+    Returns:
+        None where the kernel does not count them (before Linux 4.13, other systems).
+    """
+    return _field(proc / "vmstat", "oom_kill")
 
 
 def _whole(path: Path) -> int | None:

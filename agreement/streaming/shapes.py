@@ -58,16 +58,18 @@ class Wishes:
     """What the user decided; None is left to the plan.
 
     Attributes:
-        n_ubatch: Tokens a micro-batch, `--ubatch`.
+        n_ubatch: Tokens a micro-batch, `-ub`.
         hold: Bytes to hold, `--hold`; 0 for off.
         passes: `--passes`.
         repack: `--repack` or `--no-repack`.
+        memory: Bytes that the run may take, `--memory`, instead of what is free.
     """
 
     n_ubatch: int | None = None
     hold: int | None = None
     passes: Passes | None = None
     repack: bool | None = None
+    memory: int | None = None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from agreement.errors import AgreementError
 from agreement.recording import Progress
@@ -26,6 +27,12 @@ def _end_with_parent() -> None:
     """Die when the parent dies, so that a killed run leaves nobody writing; where the kernel offers it."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _die_first() -> None:
+    """Offer this process to the kernel before others when memory runs out: its parent then can go on with less."""
+    with contextlib.suppress(OSError):  # another system
+        Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")
 
 
 def serve(pipe: Connection) -> None:
@@ -67,6 +74,7 @@ def main() -> None:
     """Serve on the pipe whose descriptor is the first argument; the second is the parent's process id."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     _end_with_parent()
+    _die_first()
     if os.getppid() != int(sys.argv[2]):  # it died before the line above
         return
     with Connection(int(sys.argv[1])) as pipe, contextlib.suppress(BrokenPipeError, EOFError):

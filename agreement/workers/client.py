@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from agreement.engine.log import EngineLog
-from agreement.errors import EngineError
+from agreement.errors import EngineError, KilledForMemoryError
 from agreement.preflight import Preflight
 from agreement.recording import LogitsMode, Progress, ProgressListener, Vocabulary
 from agreement.records import ChunkSet, EngineOptions, ModelFile, Setting
 from agreement.store import RunStore
-from agreement.streaming import MemoryUse
+from agreement.streaming import Counters, memory_kills
 from agreement.workers import spawn
 
 _LAST_BYTES = 65536
@@ -76,7 +76,7 @@ class Runner(Protocol):
         """See `FullRunner.hold`."""
         ...
 
-    def counters(self) -> tuple[int | None, MemoryUse | None]:
+    def counters(self) -> Counters:
         """See `FullRunner.counters`."""
         ...
 
@@ -120,6 +120,8 @@ class WorkerRunner:
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Any = None
         self._greeted = False
+        self._configured: tuple[EngineOptions, int] | None = None
+        self._kills: int | None = None
 
     def tokenise(self, texts: Sequence[str]) -> Vocabulary:
         """See `PassRunner.tokenise`."""
@@ -176,6 +178,7 @@ class WorkerRunner:
     def configure(self, options: EngineOptions, n_sequences: int) -> EngineOptions:
         """See `FullRunner.configure`."""
         result: EngineOptions = self._call("configure", (options, n_sequences))
+        self._configured = (options, n_sequences)
         return result
 
     def measure(self, n_ubatch: int, n_sequences: int, n_outputs: int) -> tuple[str, ...]:
@@ -188,9 +191,9 @@ class WorkerRunner:
         result: str = self._call("hold", (n_bytes, keep_free))
         return result
 
-    def counters(self) -> tuple[int | None, MemoryUse | None]:
+    def counters(self) -> Counters:
         """See `FullRunner.counters`."""
-        result: tuple[int | None, MemoryUse | None] = self._call("counters", ())
+        result: Counters = self._call("counters", ())
         return result
 
     def check_one_pass(self, chunks: ChunkSet, settings: Sequence[Setting], *, compare: bool = False) -> Preflight:
@@ -220,6 +223,7 @@ class WorkerRunner:
         child = spawn.take()
         self._process, self._pipe = child.process, child.pipe
         self._greeted = False
+        self._kills = memory_kills()
         with self._log_path.open("ab") as log, contextlib.suppress(OSError):  # a dead worker shows at the first call
             spawn.hand_over(child, (log.fileno(), *(() if self._lock is None else (self._lock,))))
 
@@ -235,6 +239,8 @@ class WorkerRunner:
         if not self._greeted:
             self._exchange(("", self._args, {}), _ignore, "start")
             self._greeted = True
+            if self._configured is not None and method != "configure":  # in place of one that died
+                self._exchange(("configure", self._configured, {}), _ignore, "start")
         return self._exchange((method, args, kwargs or {}), progress, method)
 
     def _exchange(self, message: tuple[str, Any, Any], progress: ProgressListener, what: str) -> Any:
@@ -251,25 +257,27 @@ class WorkerRunner:
                 else:
                     return value
         except (EOFError, ConnectionError):
-            raise EngineError(self._obituary(what, last)) from None
+            raise self._obituary(what, last) from None
         except KeyboardInterrupt:
             self.close()
             raise
 
-    def _obituary(self, what: str, last: Progress | None) -> str:
+    def _obituary(self, what: str, last: Progress | None) -> EngineError:
         """Return one line on how the worker died: signal or status, where it was, its last words."""
         process, self._process = self._process, None
         status = process.wait() if process is not None else 0
+        where = f"{last.pass_name} after chunk {last.done} of {last.total}" if last else what.replace("_", " ")
+        kept = f"its whole log is {self._log_path}; whole chunks are kept, --resume goes on from there"
+        if status == -signal.SIGKILL and self._kills is not None and (memory_kills() or 0) > self._kills:
+            return KilledForMemoryError(
+                f"the system killed the engine's process during {where}, because memory ran out; {kept}"
+            )
         cause = f"exit status {status}"
         if status < 0:
             with contextlib.suppress(ValueError):
                 cause = signal.Signals(-status).name
-        where = f"{last.pass_name} after chunk {last.done} of {last.total}" if last else what.replace("_", " ")
         hint = " (out of memory?)" if status == -signal.SIGKILL else ""
-        return (
-            f"the engine's process died with {cause}{hint} during {where}: {self._last_words()}; "
-            f"its whole log is {self._log_path}; whole chunks are kept, --resume goes on from there"
-        )
+        return EngineError(f"the engine's process died with {cause}{hint} during {where}: {self._last_words()}; {kept}")
 
     def _last_words(self) -> str:
         with self._log_path.open("rb") as file:
