@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from agreement.errors import ContextError, EngineError, UsageError
+from agreement.errors import AgreementError, ContextError, EngineError, UsageError
 from agreement.plan import Passes, Plan, is_policy, is_routing, run_identity
 from agreement.streaming.shapes import PAGES_BYTES
 from agreement.workers.client import Runner
@@ -17,41 +17,55 @@ from agreement.workers.client import Runner
 HALVINGS = 3
 
 
-def check_hook(plan: Plan, runner: Runner, asked: Passes, *, known: float | None = None) -> Plan:
-    """Compare router hook and override before a one pass in memory; where they differ, fall back or say so.
+def check_hook(
+    plan: Plan, runner: Runner, asked: Passes, separate: Callable[[], Plan], *, known: float | None = None
+) -> Plan:
+    """Compare router hook and override before a one pass; where they differ, fall back or say so.
 
-    Only a setting `experts=N` can be run both ways.  A model that streams is not compared: it would cost a load.
+    Only a setting `experts=N` can be run both ways.  Of a model that streams a small sample is compared, since loading
+    it twice would read all of it twice.
 
     Args:
         plan: The plan.
         runner: What runs the passes.
         asked: What the user asked for: `auto` may fall back to separate passes, unless a policy needs the hook.
+        separate: Plans again with separate passes; asked where the model streams, since it is then read another way.
         known: The difference, where the run has found it before.
 
     Returns:
-        The plan with the difference in `about["preflight"]`, and a note where it is not 0.
+        The plan with the difference in `about["preflight"]`, and a note where it is not 0 or could not be found out.
 
     Raises:
         EngineError: A logit of the first chunk is NaN.
     """
     counts = [s.experts for s in plan.settings if is_routing(s) and s.experts is not None]
-    if plan.passes != "one" or not plan.reading.fits or not counts:
+    if plan.passes != "one" or not counts:
         return plan
-    difference = runner.hook_difference(plan.chunks, min(counts)) if known is None else known
+    streams = not plan.reading.fits
+    try:
+        difference = runner.hook_difference(plan.chunks, min(counts), sampled=streams) if known is None else known
+    except AgreementError as error:
+        if not streams:
+            raise
+        return noted(plan, f"the router hook was not compared with an override: {error}")
+    what = "a small sample of the model" if streams else "chunk 0"
     if not math.isfinite(difference):
-        raise EngineError("the router hook or the override gives logits that are NaN on chunk 0; try --passes separate")
+        raise EngineError(f"the router hook or the override gives logits that are NaN on {what}; try --passes separate")
     about = {**plan.about, "preflight": {"hook_difference": difference}}
     if difference == 0:
         return replace(plan, about=about)
-    found = f"router hook and override differ by up to {difference:.3g} in a logit of chunk 0 on this engine"
+    found = f"router hook and override differ by up to {difference:.3g} in a logit of {what} on this engine"
     if asked != "auto" or any(is_policy(s) for s in plan.settings):
-        about["notes"] = [f"one pass though {found}: agreement may not be that of the override"]
-        return replace(plan, about=about)
-    about["notes"] = [f"separate passes instead of one: {found}"]
+        note = f"one pass though {found}: agreement may not be that of the override"
+        return noted(replace(plan, about=about), note)
+    note = f"separate passes instead of one: {found}"
+    if streams:
+        plan = separate()
+        return noted(replace(plan, about={**plan.about, "preflight": {"hook_difference": difference}}), note)
     identity = run_identity(
         plan.model, plan.vocabulary, plan.chunks, plan.logits, plan.top_k, "separate", plan.settings
     )
-    return replace(plan, passes="separate", passes_reason=found, identity=identity, about=about)
+    return noted(replace(plan, passes="separate", passes_reason=found, identity=identity, about=about), note)
 
 
 def load_within_memory(plan: Plan, runner: Runner, replan: Callable[[int], Plan]) -> Plan:

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from agreement.engine import Engine, LogitsPart, load_engine
 from agreement.engine.hook import Kept
 from agreement.engine.options import MAX_SEQUENCES
 from agreement.errors import EngineError, NoEffectError, SettingError, UsageError
+from agreement.model_file.sample import write_sample
 from agreement.recording import LogitsMode, Progress, ProgressListener, join_rows, record_arrays
 from agreement.records import ChunkSet, EngineOptions, Float32Array, Int32Array, ModelFile, Setting
 from agreement.routing import Policy, parse_policy
@@ -34,6 +37,8 @@ PASS_NAME = "one pass"  # noqa: S105  # a name for progress and timings, not a p
 # Below so many tokens of a sequence in a micro-batch, attention and bookkeeping cost more than a further group of
 # settings with its own copy of the baseline.
 MIN_PIECE = 64
+
+SAMPLE_TOKENS = 48  # decoded when hook and override are compared on a sample; the second half is scored
 
 
 @dataclass(frozen=True)
@@ -349,3 +354,38 @@ def equality(
             engine.close()
     difference = float(np.abs(found[0] - found[1]).max())
     return math.inf if math.isnan(difference) else difference
+
+
+def sampled_equality(
+    model: ModelFile,
+    options: EngineOptions,
+    *,
+    experts: int,
+    most_bytes: int,
+    log: Callable[[str], None] | None = None,
+) -> float:
+    """Return the same of a small sample of the model, for one that is too large to be loaded twice.
+
+    The sample is a file in the system's folder for temporary files, deleted afterwards; of the model only its bytes
+    are read.  It has the model's graph, weight types and widths, but few layers and experts, see
+    `agreement.model_file.sample`.
+
+    Args:
+        model: The model file.
+        options: Engine options.
+        experts: Experts to keep, fewer than the file uses.
+        most_bytes: Size that the sample may have.
+        log: Called with every line the engine logs.
+
+    Returns:
+        The largest logit difference; inf where a logit is NaN.
+
+    Raises:
+        ModelFileError: No sample can be made.
+        EngineError: The engine refused one of the two ways.
+    """
+    with TemporaryDirectory(prefix="agreement-") as folder:
+        sample = write_sample(model, Path(folder) / "sample.gguf", most_bytes=most_bytes)
+        # 37 is odd, so the tokens of a whole sample (256 of them) are all different.
+        tokens = (np.arange(SAMPLE_TOKENS) * 37 % sample.n_vocab).astype(np.int32)
+        return equality(sample, options, tokens, SAMPLE_TOKENS // 2, SAMPLE_TOKENS, experts=experts, log=log)

@@ -10,17 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from agreement.engine import Engine, load_engine, measure_context, without_read_ahead
-from agreement.errors import EngineError
+from agreement.engine import Engine, load_engine, measure_context
 from agreement.memory import read_memory
-from agreement.onepass import Layout, equality, one_pass_layout, run_one_pass
-from agreement.preflight import SHORT, Preflight, short_preflight
+from agreement.onepass import Layout, equality, one_pass_layout, run_one_pass, sampled_equality
+from agreement.preflight import Preflight, short_preflight
 from agreement.recording import LogitsMode, PassRunner, Progress, ProgressListener, load_chunks
-from agreement.records import ChunkSet, EngineOptions, Float32Array, Int32Array, Setting
-from agreement.routing import Policy
-from agreement.settings import BASELINE, experts_setting
+from agreement.records import ChunkSet, EngineOptions, Setting
+from agreement.settings import BASELINE
 from agreement.store import RunStore
 from agreement.streaming import Counters, Hold, RoomWatch, bytes_read, hold_order, memory_available, memory_use
 from agreement.streaming.shapes import PAGES_BYTES, PROCESS_BYTES
@@ -29,6 +25,8 @@ from agreement.streaming.shapes import PAGES_BYTES, PROCESS_BYTES
 # twice the bytes.
 _ENOUGH_ROOM = PROCESS_BYTES + PAGES_BYTES
 _LEAST_ROOM = PROCESS_BYTES + 3 * PAGES_BYTES // 4
+
+SAMPLE_BYTES = 2 << 30  # most that a sample of a model may take in the folder for temporary files
 
 
 def _no_progress(_progress: object) -> None:
@@ -110,51 +108,27 @@ class FullRunner(PassRunner):
         finally:
             self._add_note(watch.note())
 
-    def check_one_pass(self, chunks: ChunkSet, settings: Sequence[Setting], *, compare: bool = False) -> Preflight:
-        """Check on few tokens that the engine of a one pass repeats itself, and that its hook equals an override.
-
-        Args:
-            chunks: The chunks of the run.
-            settings: Settings of the pass.
-            compare: Also compare hook and override, which costs a load more.
-
-        Raises:
-            EngineError: They differ; or see `preflight`.
-        """
-        head = np.stack([chunks.tokens[0, :SHORT]] * 2)
-        experts = min(s.experts or 1 for s in settings)
-        expected = self._overridden(head, experts, len(settings), chunks) if compare else None
+    def check_one_pass(self, chunks: ChunkSet, settings: Sequence[Setting]) -> Preflight:
+        """Check on few tokens that the engine of a one pass repeats itself; see `preflight`."""
         engine, layout = self._hooked(len(settings), chunks)
-        if expected is not None:
-            apart = np.abs(self._last_of_two(engine, head, (None, Policy("experts", experts))) - expected).max()
-            if not apart == 0:  # not `!=`: a NaN is no agreement
-                raise EngineError(
-                    f"the router hook and the metadata override differ by up to {apart:.3g} in a logit on this engine; "
-                    "use --passes separate"
-                )
         return short_preflight(engine, self.model, chunks.tokens[0], room=layout.n_sequences)
 
-    def _overridden(self, tokens: Int32Array, experts: int, n_settings: int, chunks: ChunkSet) -> Float32Array:
-        """Return logits under an override, from an engine of the hooked one's shape: sums in the same order."""
-        self.close_engine()
-        layout = one_pass_layout(n_settings, chunks.n_chunks, chunks.n_ctx, self.options.n_ubatch)
-        engine = load_engine(
-            self.model,
-            experts_setting(experts),
-            layout.options(self.options),
-            n_ctx=chunks.n_ctx,
-            n_sequences=layout.n_sequences,
-            n_outputs=tokens.size,
-            log=self._log,
-        )
-        try:
-            return self._last_of_two(engine, tokens, None)
-        finally:
-            engine.close()
+    def hook_difference(self, chunks: ChunkSet, experts: int, *, sampled: bool = False) -> float:
+        """Return the largest logit difference between the router hook and the override.
 
-    def hook_difference(self, chunks: ChunkSet, experts: int) -> float:
-        """Return the largest logit difference between the router hook and the override on the first chunk."""
+        Args:
+            chunks: The first one is decoded both ways.
+            experts: Experts to keep.
+            sampled: Decode a few tokens of a small sample of the model instead, see `sampled_equality`.
+
+        Raises:
+            ModelFileError: No sample can be made.
+            EngineError: The engine refused one of the two ways.
+        """
         self.close_engine()
+        if sampled:
+            most = min(SAMPLE_BYTES, _room() // 4)
+            return sampled_equality(self.model, self.options, experts=experts, most_bytes=most, log=self._log)
         first, last = chunks.first, chunks.last
         return equality(self.model, self.options, chunks.tokens[0], first, last, experts=experts, log=self._log)
 
@@ -213,15 +187,6 @@ class FullRunner(PassRunner):
                 write_baseline=write_baseline,
                 progress=listen,
             )
-
-    def _last_of_two(self, engine: Engine, tokens: Int32Array, routing: Sequence[Policy | None] | None) -> Float32Array:
-        """Return a copy of the second sequence's logits, (n_tokens, n_vocab), reading only what is touched."""
-        out = np.full((tokens.shape[1], engine.n_vocab), np.nan, np.float32)
-        with without_read_ahead(self.model.shards):
-            for part in engine.decode(tokens, 0, tokens.shape[1], routing=routing):
-                if part.sequence == 1:
-                    out[part.first : part.first + len(part.logits)] = part.logits
-        return out
 
     def _hooked(self, n_settings: int, chunks: ChunkSet) -> tuple[Engine, Layout]:
         """Return the engine of a one pass over all chunks, and the layout it was loaded for."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from agreement import corpus as corpora
 from agreement import model_file
@@ -200,12 +200,21 @@ def prepared(given: Request, settings: tuple[Setting, ...]) -> Iterator[Job]:
             keep_recording=given.keep_recording,
         )
         wishes = given.wishes or Wishes()
-        plan = planned(wishes=wishes)
-        plan = check_hook(plan, runner, given.passes, known=_known_difference(path))
+        plan = check_hook(
+            planned(wishes=wishes),
+            runner,
+            given.passes,
+            lambda: planned(passes="separate", wishes=wishes),
+            known=_known_difference(path),
+        )
         given.listener.plan(plan)
+        fell_back = plan.passes == "separate" and "preflight" in plan.about
+        checked: dict[str, Any] = {key: plan.about[key] for key in ("preflight", "notes") if key in plan.about}
 
         def replan(most: int) -> Plan:
-            return planned(wishes=replace(wishes, n_ubatch=most))
+            passes = "separate" if fell_back else given.passes
+            smaller = planned(passes=passes, wishes=replace(wishes, n_ubatch=most))
+            return replace(smaller, about={**smaller.about, **checked})
 
         if not (path / "run.json").exists():  # else its micro-batch is settled
             found = load_within_memory(plan, runner, replan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import models
@@ -17,6 +18,13 @@ settings.load_profile("agreement")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a tiny qwen3moe, 8 of 16 experts, float32: one model for all tests, to be read only."""
     return models.write_model(tmp_path_factory.mktemp("model") / "qwen.gguf", "qwen3moe")
+
+
+@pytest.fixture(scope="session")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a tiny model of 6.4 MB, 8 of 256 experts: larger than its activations, to be read only."""
+    dims = replace(models.FAMILIES["qwen3moe"].dims, n_expert=256)
+    return models.write_model(tmp_path_factory.mktemp("model") / "wide.gguf", "qwen3moe", dims=dims)
 
 
 @pytest.fixture(scope="session")

@@ -199,8 +199,8 @@ def test_a_worker_counts_what_it_reads(qwen: Path, text_folder: Path, tmp_path: 
 
 
 def differ_by(value: float, seen: list[int]) -> Callable[..., float]:
-    def difference(_self: FullRunner, _chunks: object, experts: int) -> float:
-        seen.append(experts)
+    def difference(_self: FullRunner, _chunks: object, experts: int, *, sampled: bool = False) -> float:
+        seen.append(-experts if sampled else experts)
         return value
 
     return difference
@@ -264,6 +264,51 @@ def test_auto_falls_back_to_separate_passes(
     assert RunStore.open(out).header["identity"] == RunStore.open(tmp_path / "separate" / "run").header["identity"]
     run_sweep(qwen, text_folder, out, resume=True)
     assert snapshot(out) == fallen
+
+
+@pytest.mark.usefixtures("streaming")
+def test_a_model_that_streams_is_compared_on_a_sample(qwen: Path, text_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    report = run_sweep(qwen, text_folder, out, passes="one", in_process=False)
+    assert RunStore.open(out).header["about"]["preflight"]["hook_difference"] == 0
+    assert not any("hook" in note for note in report.notes)
+
+
+@pytest.mark.usefixtures("streaming")
+@pytest.mark.parametrize("asked", ["auto", "one"])
+def test_a_sample_that_differs(
+    asked: Any, wide: Path, text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Auto reads the model another way then: planned as separate passes, with their own micro-batch."""
+    seen: list[int] = []
+    monkeypatch.setattr(FullRunner, "hook_difference", differ_by(0.25, seen))
+    plans: list[Plan] = []
+    few = replace(SHORT, n_chunks=2)  # one micro-batch for all, so that one pass reads least
+    out = tmp_path / "run"
+    report = run_sweep(wide, text_folder, out, passes=asked, chunks=few, listener=Listener(plan=plans.append))
+    assert seen == [-2]
+    expected = "separate" if asked == "auto" else "one"
+    assert [p.passes for p in plans] == [expected]
+    start = "separate passes instead of one: " if asked == "auto" else "one pass though "
+    assert [n for n in report.notes if n.startswith(f"{start}router hook and override differ by up to 0.25")]
+    header = RunStore.open(out).header
+    assert header["identity"]["recording"]["passes"] == expected
+    assert header["about"]["preflight"]["hook_difference"] == 0.25
+    before = snapshot(out)
+    assert run_sweep(wide, text_folder, out, passes=asked, chunks=few, resume=True).notes == report.notes
+    assert (snapshot(out), seen) == (before, [-2])
+    if asked == "auto":
+        run_sweep(wide, text_folder, tmp_path / "separate", passes="separate", chunks=few)
+        chunks = {n: b for n, b in before.items() if n.endswith(".agr")}
+        assert chunks == {n: b for n, b in snapshot(tmp_path / "separate").items() if n.endswith(".agr")}
+
+
+@pytest.mark.usefixtures("streaming")
+def test_no_sample_to_compare(qwen: Path, text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "SAMPLE_BYTES", 1000)
+    report = run_sweep(qwen, text_folder, tmp_path / "run", passes="one")
+    note = next(n for n in report.notes if n.startswith("the router hook was not compared with an override: no sample"))
+    assert "it may take 1.00 kB" in note
 
 
 def test_hook_that_gives_no_number(

@@ -82,12 +82,6 @@ def test_separate_passes_by_hand() -> None:
     assert (plan.loads, plan.micro_batches) == (2, 2)
 
 
-def test_a_check_costs_a_load() -> None:
-    plan = plan_reading(a_model(), Host(800_000_000), OPTIONS, replace(WORK, n_checks=1), COSTS)
-    # one more load of what is not held by then: 1,501,440,512 + (10^9 - 599,450,624)
-    assert (plan.loads, plan.bytes_expected) == (2, 1_901_989_888)
-
-
 def test_settings_that_need_a_load_of_their_own_come_on_top() -> None:
     plan = plan_reading(a_model(), Host(800_000_000), OPTIONS, replace(WORK, n_loads=1), COSTS, Wishes(passes="one"))
     # load and micro-batch of one further pass: 1,501,440,512 + 2 x (10^9 - 498,559,488)

@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-import models
 import pytest
 from small_runs import (
     FOUR_AT_A_TIME,
@@ -47,13 +46,6 @@ MEMORY, HOLD = 121_900_000, 300_000
 TIGHT = Wishes(memory=MEMORY, hold=HOLD)
 # 4.1 MB beside the same, less than `wide` however small its micro-batch.
 TIGHTER = Wishes(memory=124_000_000, hold=0)
-
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a tiny model of 6.4 MB, 8 of 256 experts."""
-    dims = replace(models.FAMILIES["qwen3moe"].dims, n_expert=256)
-    return models.write_model(tmp_path_factory.mktemp("model") / "wide.gguf", "qwen3moe", dims=dims)
 
 
 def run_sweep(model: Path, corpus: Path, out: Path, **changed: Any) -> Report:

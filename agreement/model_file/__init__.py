@@ -8,7 +8,6 @@ and size: llama.cpp does not load them for plain decoding.
 
 from __future__ import annotations
 
-import re
 from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ from agreement.errors import ModelFileError
 from agreement.model_file.architectures import rescaled, warnings
 from agreement.model_file.digest import model_digest
 from agreement.model_file.facts import ExpertRow, describe, expert_rows, size_text
+from agreement.model_file.names import ROUTED, SHARED, block_of
 from agreement.model_file.shards import read_shards
 from agreement.records import ModelFile
 
@@ -32,12 +32,6 @@ __all__ = [
     "require_moe",
     "size_text",
 ]
-
-# Names from llama.cpp's `src/llama-arch.cpp`; the suffix is `weight`, `bias` (gpt-oss) or `scale`.  The smaller second
-# set of grovemoe (`_chexps`) follows another count and is taken as resident.
-_ROUTED = re.compile(r"blk\.[0-9]+\.ffn_(gate|up|down|gate_up)_exps\..+")
-_SHARED = re.compile(r"blk\.[0-9]+\.ffn_(gate|up|down)_shexp\..+")
-_BLOCK = re.compile(r"blk\.([0-9]{1,9})\..+")
 
 
 def read_model_file(path: str | PathLike[str]) -> ModelFile:
@@ -60,16 +54,16 @@ def read_model_file(path: str | PathLike[str]) -> ModelFile:
     n_layer = _count(first, f"{architecture}.block_count") - n_predict
     if n_layer < 0:
         raise ModelFileError(f"{first.path}: damaged, {n_predict} of {n_layer + n_predict} blocks are for prediction")
-    tensors = [t for header in headers for t in header.tensors if _block(t) < n_layer]
+    tensors = [t for header in headers for t in header.tensors if block_of(t.name) < n_layer]
     n_expert = _count(first, f"{architecture}.expert_count", 0)
-    routed = [t for t in tensors if _ROUTED.fullmatch(t.name)] if n_expert else []
+    routed = [t for t in tensors if ROUTED.fullmatch(t.name)] if n_expert else []
     return ModelFile(
         path=first.path,
         shards=tuple(header.path for header in headers),
         architecture=architecture,
         name=str(first.scalars.get("general.name", Path(first.path).stem)),
         n_layer=n_layer,
-        n_expert_layers=len({_block(t) for t in routed}),
+        n_expert_layers=len({block_of(t.name) for t in routed}),
         n_expert=n_expert,
         n_expert_used=_used(first, architecture) if n_expert else 0,
         n_expert_shared=_shared(first, architecture, tensors),
@@ -97,12 +91,6 @@ def require_moe(model: ModelFile) -> None:
         )
 
 
-def _block(tensor: Tensor) -> int:
-    """Return the number of the tensor's block; -1 for one that belongs to none."""
-    match = _BLOCK.fullmatch(tensor.name)
-    return int(match[1]) if match else -1
-
-
 def _count(header: Header, key: str, default: int | None = None) -> int:
     value = header.scalars.get(key, default)
     if value is None:
@@ -119,7 +107,7 @@ def _used(header: Header, architecture: str) -> int | None:
 
 def _shared(header: Header, architecture: str, tensors: list[Tensor]) -> int:
     """Return the number of shared experts; some architectures have one without saying so in a key."""
-    present = any(_SHARED.fullmatch(t.name) for t in tensors)
+    present = any(SHARED.fullmatch(t.name) for t in tensors)
     return _count(header, f"{architecture}.expert_shared_count", int(present))
 
 

@@ -1,6 +1,7 @@
 """What llama.cpp does with kept experts, by architecture, and what that means for an override of their number.
 
-In: an architecture's name and a header's keys.  Out: whether kept weights are rescaled, and warnings.
+In: an architecture's name and a header's keys.  Out: whether kept weights are rescaled, warnings, and what is concluded
+from a model's size.
 
 The tables were derived from llama.cpp as vendored in llama-cpp-python 0.3.36: each architecture's source in
 `src/models/` calls `build_moe_ffn`, whose argument after the activation (`norm_w`) says whether the weights of the
@@ -44,7 +45,10 @@ WIDTH_FROM_COUNT = frozenset({
     "qwen3moe", "qwen3next", "qwen3vlmoe", "qwen4exp", "rnd1",
 })  # fmt: skip
 
-_SOFTMAX_OVER_SELECTED = 3  # a value of the key `expert_gating_func`
+_SIGMOID, _SOFTMAX_OVER_SELECTED = 2, 3  # values of the key `expert_gating_func`
+
+# Their blocks do not depend on their number: whether a block is dense is all that `leading_dense_block_count` says.
+UNIFORM = frozenset({"deepseek2"})
 
 
 def rescaled(architecture: str, scalars: dict[str, Scalar]) -> bool | None:
@@ -91,3 +95,20 @@ def warnings(
     elif kept is None:
         lines.append(f"whether architecture {architecture} rescales the weights of kept experts is not known here")
     return tuple(lines)
+
+
+def size_keys(architecture: str, n_layer: int, n_vocab: int, scalars: dict[str, Scalar]) -> dict[str, int]:
+    """Return keys that say what llama.cpp concludes from the number of blocks and the size of the vocabulary.
+
+    A file with fewer blocks and tokens is built to the same graph only if these keys are in it.  In `src/models/` only
+    `deepseek2.cpp`, which mistral4 shares, concludes anything: from the sizes of the lite models that their queries
+    are not compressed, and from those of another one, where the key is missing, that its gates are sigmoids.
+    """
+    keys: dict[str, int] = {}
+    if architecture in ("deepseek2", "mistral4"):
+        if n_layer in (26, 27) or (n_layer, n_vocab) == (48, 128_256):
+            keys[f"{architecture}.attention.q_lora_rank"] = 0
+        gating = f"{architecture}.expert_gating_func"
+        if n_layer in (47, 48) and n_vocab == 154_880 and not scalars.get(gating):
+            keys[gating] = _SIGMOID
+    return keys

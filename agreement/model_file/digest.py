@@ -58,8 +58,8 @@ def model_digest(model: ModelFile, progress: Progress | None = None, *, quick: b
     for path, parts in spans:
         if quick:
             state.update(_size(path).to_bytes(8, "little"))
-        with _opened(path) as file:
-            for piece in _pieces(file, parts, buffer, path):
+        with opened(path) as file:
+            for piece in pieces(file, parts, buffer, path):
                 state.update(piece)
                 done += len(piece)
                 if progress:
@@ -68,7 +68,12 @@ def model_digest(model: ModelFile, progress: Progress | None = None, *, quick: b
 
 
 @contextmanager
-def _opened(path: str) -> Iterator[FileIO]:
+def opened(path: str) -> Iterator[FileIO]:
+    """Open a model's file, unbuffered.
+
+    Raises:
+        ModelFileError: It cannot be opened, or reading it fails within the `with`.
+    """
     try:
         with open(path, "rb", buffering=0) as file:  # noqa: PTH123  (paths travel as text in the records)
             yield file
@@ -77,7 +82,7 @@ def _opened(path: str) -> Iterator[FileIO]:
 
 
 def _size(path: str) -> int:
-    with _opened(path) as file:
+    with opened(path) as file:
         return os.fstat(file.fileno()).st_size
 
 
@@ -92,7 +97,12 @@ def _quick_spans(path: str) -> list[tuple[int, int]]:
     return [(0, start), *((start + last * i // (_SAMPLES - 1), _SAMPLE) for i in range(_SAMPLES))]
 
 
-def _pieces(file: FileIO, parts: list[tuple[int, int]], buffer: memoryview, path: str) -> Iterator[memoryview]:
+def pieces(file: FileIO, parts: list[tuple[int, int]], buffer: memoryview, path: str) -> Iterator[memoryview]:
+    """Yield the bytes of (start, length) parts of a file, in order, at most a buffer full at a time.
+
+    Raises:
+        ModelFileError: The file ends before a part does.
+    """
     for start, length in parts:
         file.seek(start)
         left = length

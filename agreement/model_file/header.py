@@ -31,8 +31,8 @@ _VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
-_STRING, _ARRAY = 8, 9
-_SCALARS = {
+STRING, ARRAY = 8, 9
+SCALARS = {
     0: struct.Struct("<B"),
     1: struct.Struct("<b"),
     2: struct.Struct("<H"),
@@ -56,12 +56,29 @@ class Tensor:
         shape: Its dimensions, fastest first, as GGUF stores them.
         n_bytes: Size of its data.
         start: Where its data begins in the file, bytes.
+        kind: Number of its type in ggml.
     """
 
     name: str
     shape: tuple[int, ...]
     n_bytes: int
     start: int
+    kind: int
+
+
+@dataclass(frozen=True)
+class Key:
+    """Where the value of a key lies in the file.
+
+    Attributes:
+        kind: Number of its type in GGUF: one of `SCALARS`, `STRING` or `ARRAY`.
+        start: First byte after the type: of an array, its element type.
+        stop: One past the last byte.
+    """
+
+    kind: int
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -72,6 +89,7 @@ class Header:
         path: The file.
         scalars: Keys that hold one value.
         array_lengths: Number of elements of each key that holds an array.
+        keys: Where each value lies, in the file's order.
         tensors: In the file's order.
         data_offset: Where tensor data begins, bytes.
         file_size: Bytes.
@@ -80,6 +98,7 @@ class Header:
     path: str
     scalars: dict[str, Scalar]
     array_lengths: dict[str, int]
+    keys: dict[str, Key]
     tensors: tuple[Tensor, ...]
     data_offset: int
     file_size: int
@@ -162,7 +181,7 @@ def _parse(path: str, data: mmap.mmap) -> Header:
     cursor.skip(8)
     try:
         n_tensors, n_keys = cursor.number(_U64), cursor.number(_U64)
-        scalars, array_lengths = _keys(cursor, n_keys)
+        scalars, array_lengths, keys = _keys(cursor, n_keys)
         alignment = _alignment(scalars)
         infos = [_tensor_info(cursor) for _ in range(n_tensors)]
         data_offset = -(-cursor.at // alignment) * alignment
@@ -173,34 +192,36 @@ def _parse(path: str, data: mmap.mmap) -> Header:
     except _DamagedError as error:
         raise ModelFileError(f"{path}: damaged, {error}; get the file again") from error
     tensors = _with_sizes(path, infos, data_offset, len(data))
-    return Header(path, scalars, array_lengths, tensors, data_offset, len(data))
+    return Header(path, scalars, array_lengths, keys, tensors, data_offset, len(data))
 
 
-def _keys(cursor: _Cursor, n_keys: int) -> tuple[dict[str, Scalar], dict[str, int]]:
+def _keys(cursor: _Cursor, n_keys: int) -> tuple[dict[str, Scalar], dict[str, int], dict[str, Key]]:
     scalars: dict[str, Scalar] = {}
     array_lengths: dict[str, int] = {}
+    keys: dict[str, Key] = {}
     for _ in range(n_keys):
         key = cursor.text()
-        if key in scalars or key in array_lengths:
+        if key in keys:
             raise _DamagedError(f"key {key!r} is there twice")
-        kind = cursor.number(_U32)
-        if kind == _STRING:
+        kind, start = cursor.number(_U32), cursor.at
+        if kind == STRING:
             scalars[key] = cursor.text()
-        elif kind in _SCALARS:
-            scalars[key] = cursor.number(_SCALARS[kind])
-        elif kind == _ARRAY:
+        elif kind in SCALARS:
+            scalars[key] = cursor.number(SCALARS[kind])
+        elif kind == ARRAY:
             array_lengths[key] = _skip_array(cursor, key)
         else:
             raise _DamagedError(f"key {key!r} is of unknown type {kind}")
-    return scalars, array_lengths
+        keys[key] = Key(kind, start, cursor.at)
+    return scalars, array_lengths, keys
 
 
 def _skip_array(cursor: _Cursor, key: str) -> int:
     kind, length = cursor.number(_U32), int(cursor.number(_U64))
-    if kind == _STRING:
+    if kind == STRING:
         cursor.skip_strings(length)
-    elif kind in _SCALARS:
-        cursor.skip(length * _SCALARS[kind].size)
+    elif kind in SCALARS:
+        cursor.skip(length * SCALARS[kind].size)
     else:
         raise _DamagedError(f"key {key!r} is an array of unknown type {kind}")
     return length
@@ -231,7 +252,7 @@ def _tensor_info(cursor: _Cursor) -> _Info:
 
 
 @functools.cache
-def _type_sizes() -> dict[int, tuple[int, int]]:
+def type_sizes() -> dict[int, tuple[int, int]]:
     """Return, for each tensor type that `gguf` knows, elements a block and bytes a block."""
     import gguf  # noqa: PLC0415  (not needed for `--help`)
 
@@ -249,7 +270,7 @@ def _with_sizes(path: str, infos: list[_Info], data_offset: int, file_size: int)
     for info in infos:
         if info.name in tensors:
             raise ModelFileError(f"{path}: damaged, tensor {info.name!r} is there twice; get the file again")
-        block, size = _type_sizes().get(info.kind, (0, 0))
+        block, size = type_sizes().get(info.kind, (0, 0))
         gap = following.get(info.offset, info.offset) - info.offset
         n_bytes = prod(info.shape) // block * size if block else gap
         start = data_offset + info.offset
@@ -258,5 +279,5 @@ def _with_sizes(path: str, infos: list[_Info], data_offset: int, file_size: int)
             raise ModelFileError(
                 f"{path}: cut short, tensor {info.name!r} ends at byte {end} of {file_size}; get the file again"
             )
-        tensors[info.name] = Tensor(info.name, info.shape, n_bytes, start)
+        tensors[info.name] = Tensor(info.name, info.shape, n_bytes, start, info.kind)
     return tuple(tensors.values())

@@ -42,7 +42,6 @@ class Work:
         n_scored: Scored positions a chunk.
         n_settings: Settings beside the baseline that one pass could run.
         n_loads: Further settings that need a load of their own (another file, further overrides).
-        n_checks: Loads for checks before a one pass, with a few tokens each.
     """
 
     n_chunks: int
@@ -50,7 +49,6 @@ class Work:
     n_scored: int
     n_settings: int
     n_loads: int = 0
-    n_checks: int = 0
 
 
 @dataclass(frozen=True)
@@ -186,7 +184,7 @@ def candidate(shape: Shape, model: ModelFile, host: Host, work: Work, costs: Cos
     one = shape.passes == "one"
     # Activations are not there yet while the model is loaded and checked, so more can be held then.
     early = 0 if wanted == 0 and wishes.hold is not None else _early_hold(model, host, wishes, hold) if one else hold
-    together = 1 + work.n_checks if one else 0  # loads before the first large micro-batch
+    together = 1 if one else 0  # loads before the first large micro-batch
     apart = work.n_loads if one else 1 + work.n_settings + work.n_loads  # loads with a pass of their own
     micro_batches = apart * (_apart(shape, work) if one else shape).micro_batches(work.n_ctx)
     if one:

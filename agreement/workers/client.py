@@ -46,7 +46,7 @@ class Runner(Protocol):
         """See `PassRunner.run_setting`."""
         ...
 
-    def hook_difference(self, chunks: ChunkSet, experts: int) -> float:
+    def hook_difference(self, chunks: ChunkSet, experts: int, *, sampled: bool = False) -> float:
         """See `FullRunner.hook_difference`."""
         ...
 
@@ -80,7 +80,7 @@ class Runner(Protocol):
         """See `FullRunner.counters`."""
         ...
 
-    def check_one_pass(self, chunks: ChunkSet, settings: Sequence[Setting], *, compare: bool = False) -> Preflight:
+    def check_one_pass(self, chunks: ChunkSet, settings: Sequence[Setting]) -> Preflight:
         """See `FullRunner.check_one_pass`."""
         ...
 
@@ -152,9 +152,9 @@ class WorkerRunner:
         result: dict[str, Any] = self._call("run_setting", (run, setting), progress=progress)
         return result
 
-    def hook_difference(self, chunks: ChunkSet, experts: int) -> float:
+    def hook_difference(self, chunks: ChunkSet, experts: int, *, sampled: bool = False) -> float:
         """See `FullRunner.hook_difference`."""
-        result: float = self._call("hook_difference", (chunks, experts))
+        result: float = self._call("hook_difference", (chunks, experts), {"sampled": sampled})
         return result
 
     def run_one_pass(
@@ -196,9 +196,9 @@ class WorkerRunner:
         result: Counters = self._call("counters", ())
         return result
 
-    def check_one_pass(self, chunks: ChunkSet, settings: Sequence[Setting], *, compare: bool = False) -> Preflight:
+    def check_one_pass(self, chunks: ChunkSet, settings: Sequence[Setting]) -> Preflight:
         """See `FullRunner.check_one_pass`."""
-        result: Preflight = self._call("check_one_pass", (chunks, tuple(settings)), {"compare": compare})
+        result: Preflight = self._call("check_one_pass", (chunks, tuple(settings)))
         return result
 
     def load(self, chunks: ChunkSet, n_settings: int | None) -> None:
