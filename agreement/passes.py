@@ -139,6 +139,7 @@ def _note_reading(run: RunStore, runner: Runner, plan: Plan) -> None:
     for text in found.notes:  # told with the progress already
         run.add_timing({"pass": READING_NOTE, "text": text})
     entry = {"bytes": found.bytes_read, "bytes_planned": reading.bytes_expected, "peak": found.peak}
+    entry |= {"seconds_planned": round(reading.seconds_reading, 1)}
     run.add_timing({"pass": READING, **entry, "beside": found.beside, "beside_planned": reading.activations})
 
 

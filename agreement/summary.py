@@ -166,4 +166,7 @@ def _facts(about: dict[str, Any], identity: dict[str, Any]) -> dict[str, str]:
             f"repeats itself to the bit; another batch shape moves a logit by up to {shape:.2g} "
             f"and {preflight['shape_disagreement']:.2%} of top tokens"
         )
+        if preflight.get("hook_difference") == 0:
+            where = "a small sample of the model" if "reading_bytes" in about else "chunk 0"
+            facts["preflight"] += f"; the router hook gives an override's logits to the bit ({where})"
     return facts

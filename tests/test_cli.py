@@ -14,10 +14,13 @@ import click
 import models
 import pytest
 from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
 
 import agreement
 from agreement.analysis import changes, counts_to_json
 from agreement.cli import main
+from agreement.cli.options import Size
 from agreement.plan import ChunkOptions
 from agreement.summary import load_counts
 
@@ -275,3 +278,50 @@ def test_record_then_compare(place: Path, tmp_path: Path) -> None:
     ]
     assert ours == swept
     assert run("compare", tmp_path / "run", "-q").exit_code == 1
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("300000", 300_000),
+        ("1.5G", 1_500_000_000),
+        ("200GiB", 200 * 2**30),
+        ("0.3m", 300_000),
+        ("64 KiB", 65_536),
+        ("2tb", 2 * 10**12),
+        ("0", 0),
+        ("Auto", -1),
+        ("off", 0),
+        # 0.1 GiB is 107374182.4 bytes
+        ("0.1Gi", 107_374_182),
+    ],
+)
+def test_sizes_by_hand(text: str, expected: int) -> None:
+    assert Size(auto=-1, off=0).convert(text, None, None) == expected
+
+
+@given(number=st.integers(0, 10**12), unit=st.sampled_from(["", "k", "M", "G", "T"]), binary=st.booleans())
+def test_sizes_are_exact(number: int, unit: str, binary: bool) -> None:
+    power = "kMGT".index(unit) + 1 if unit else 0
+    text = f"{number}{unit}{'i' if binary and unit else ''}B"
+    assert Size().convert(text, None, None) == number * (1024 if binary and unit else 1000) ** power
+
+
+@given(st.text(max_size=8))
+def test_sizes_of_any_text(text: str) -> None:
+    """A number, or a refusal that shows what was given; never another exception."""
+    try:
+        assert Size().convert(text, None, None) >= 0
+    except click.BadParameter as error:
+        assert repr(text) in error.message
+
+
+def test_a_size_that_is_none() -> None:
+    done = CliRunner().invoke(main, ["sweep", "m.gguf", "texts", "-o", "run", "--hold", "much"])
+    assert done.exit_code == 2
+    assert "'much' is no number of bytes such as 300000, 1.5G or 200GiB, 'auto', 'off'" in done.output
+    done = CliRunner().invoke(main, ["sweep", "m.gguf", "texts", "-o", "run", "--memory", "-5"])
+    assert done.exit_code == 2

@@ -176,6 +176,9 @@ def plan_lines(plan: Plan, *, every: bool = False) -> list[str]:
     if every or not plan.reading.fits:
         # Of a model that fits the line above says it all: the choice does not depend on how it is read.
         lines += [f"reading    {c}" for c in plan.reading.lines(skip=("passes",) if plan.reading.fits else ())]
+    if plan.about.get("preflight", {}).get("hook_difference") == 0:
+        where = "chunk 0" if plan.reading.fits else "a small sample of the model"
+        lines.append(f"hook       equal to an override to the bit on {where}")
     notes = (*plan.about.get("notes", ()), *plan.corpus.notes, *chunks.notes, *model.warnings)
     lines += [f"note       {note}" for note in notes]
     return lines

@@ -203,6 +203,7 @@ class Sweep:
     cost: Cost
     shares: list[float]
     planned: int | None
+    seconds: float | None
     passes: str
 
 
@@ -218,10 +219,11 @@ def run_ours(
     settings = json.loads((files.out / "report.json").read_text(encoding="utf-8"))["settings"]
     sums = [{k: sum(s["counts"][k]) for k in ("n", "n_agree")} for s in settings]
     lines = (files.out / "timings.jsonl").read_text(encoding="utf-8").splitlines()
-    planned = [entry["bytes_planned"] for entry in map(json.loads, lines) if entry["pass"] == "reading"]
+    reading = [entry for entry in map(json.loads, lines) if entry["pass"] == "reading"]
+    planned, expected = (reading[0][key] if reading else None for key in ("bytes_planned", "seconds_planned"))
     run = json.loads((files.out / "run.json").read_text(encoding="utf-8"))
     passes = run["identity"]["recording"].get("passes", "separate")
-    return Sweep(cost, [100.0 * s["n_agree"] / s["n"] for s in sums], planned[0] if planned else None, passes)
+    return Sweep(cost, [100.0 * s["n_agree"] / s["n"] for s in sums], planned, expected, passes)
 
 
 def row(name: str, cost: Cost) -> str:
