@@ -266,7 +266,7 @@ def counts_from_json(data: dict[str, Any], source: str) -> RunCounts:
         StoreError: It is not one, of another version, or its columns do not fit together.
     """
     if data.get("format") != REPORT_FORMAT or data.get("format_version") != REPORT_VERSION:
-        raise StoreError(f"{source} is not a report.json of this version; make it again with `agreement table`")
+        raise StoreError(f"{source} is not a report.json of this version; give a run directory or its report.json")
     try:
         return _parse_counts(data)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -286,7 +286,11 @@ def _parse_counts(data: dict[str, Any]) -> RunCounts:
         counts = tuple(Counts(**values) for values in per_cluster)
         settings.append(
             SettingCounts(
-                str(entry["setting"]), entry["experts"], entry["expert_bytes"], counts, tuple(entry["warnings"])
+                str(entry["setting"]),
+                _whole_or_none(entry["experts"]),
+                _whole_or_none(entry["expert_bytes"]),
+                counts,
+                tuple(str(w) for w in _list(entry["warnings"])),
             )
         )
     facts = data["facts"]
@@ -298,8 +302,8 @@ def _parse_counts(data: dict[str, Any]) -> RunCounts:
         clusters=clusters,
         settings=tuple(settings),
         notes=tuple(str(n) for n in _list(data["notes"])),
-        seed=int(str(data["seed"])),
-        baseline_expert_bytes=data["baseline_expert_bytes"],
+        seed=int(_number(data["seed"], int)),
+        baseline_expert_bytes=_whole_or_none(data["baseline_expert_bytes"]),
         chunks_fingerprint=str(data["chunks_fingerprint"]),
     )
 
@@ -311,6 +315,10 @@ def _number(value: object, kind: type) -> int | float:
     if not math.isfinite(value) or (kind is int and value < 0):
         raise ValueError(f"{value!r:.40} is no sum of scores")
     return value
+
+
+def _whole_or_none(value: object) -> int | None:
+    return None if value is None else int(_number(value, int))
 
 
 def _list(value: object) -> list[Any]:

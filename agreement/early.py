@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from agreement.errors import GateError, UsageError
+from agreement.model_file import read_model_file
 from agreement.passes import SILENT, Listener, finish_one_pass, start_one_pass
-from agreement.plan import ChunkOptions
+from agreement.plan import ChunkOptions, Plan, check_settings, is_routing
 from agreement.recording import load_chunks, stored_scores
-from agreement.records import EngineOptions, Judgement, Requirement, Setting
+from agreement.records import EngineOptions, Judgement, ModelFile, Requirement, Setting
 from agreement.runs import CorpusSource, Request, prepared
 from agreement.scoring import count_chunk
 from agreement.sequential import SequentialTest, State
@@ -72,15 +73,25 @@ def sequential_gate(
         looked: Hears where the run stands after each cluster.
 
     Raises:
-        GateError: A requirement that this gate cannot judge, or fewer documents than its first look needs.
+        GateError: A requirement or a setting that this gate cannot judge, or fewer documents than its first look
+            needs.
         UsageError: Chunks that are not cut by document.
     """
     cutting = chunks or ChunkOptions()
     if cutting.chunking != "document":
         raise UsageError("the sequential gate draws documents in random order; it needs --chunking document")
     SequentialTest(requirement, max_clusters=max_clusters, confidence=confidence)  # refuse early what can never pass
+    header = read_model_file(model)
+    check_settings((setting,), header)
+    _check_beside(setting, header)
+
+    def planned(plan: Plan) -> None:  # nothing is written yet
+        _test(len(plan.chunks.cluster_names), requirement, confidence)
+        listener.plan(plan)
+
     cutting = replace(cutting, n_chunks=max_clusters)
-    request = Request(model, corpus, out, cutting, "full", options, "one", resume, in_process, listener)
+    heard = replace(listener, plan=planned)
+    request = Request(model, corpus, out, cutting, "full", options, "one", resume, in_process, heard)
     with prepared(request, (setting,)) as job:
         run, runner, plan = job.run, job.runner, job.plan
         windows = load_chunks(run)
@@ -102,6 +113,18 @@ def sequential_gate(
         if test.state.clusters == windows.n_chunks:
             finish_one_pass(run, facts)
     return Early(test.judgement(), test.state, test.assumption)
+
+
+def _check_beside(setting: Setting, model: ModelFile) -> None:
+    """Refuse a setting that cannot be decoded beside the baseline, chunk by chunk."""
+    used = model.n_expert_used
+    more = setting.experts is not None and used is not None and setting.experts > used
+    if more or not is_routing(setting):
+        can = f"experts=N with N below {used}" if used is not None else "experts=N"
+        raise GateError(
+            f"{setting.name}: the sequential gate runs {can}, ser=K,T or topp=P beside the baseline; `agreement sweep` "
+            "this one, then gate the run"
+        )
 
 
 def _test(n_clusters: int, requirement: Requirement, confidence: float) -> SequentialTest:

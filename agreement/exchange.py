@@ -29,7 +29,7 @@ from agreement.recording import baseline_rows, load_chunks, record_arrays
 from agreement.records import ChunkSet, Report, Setting
 from agreement.scoring import FULL_TOP_K, BaselineRows, quantised_rows
 from agreement.settings import parse_setting
-from agreement.store import BASELINE_PASS, RunStore
+from agreement.store import BASELINE_PASS, RUN_FILE, RunStore, refuse_foreign
 from agreement.summary import finish
 
 ProgressCall = Callable[[str, int, int], None]
@@ -70,24 +70,30 @@ def import_files(
     Raises:
         LogitsFileError: A file is malformed, cut short, or over other tokens than the base.
         NoEffectError: A setting's file holds the same bits as the base.
-        StoreError: The run directory cannot be made.
+        StoreError: The run directory cannot be made.  After any error nothing is left of it.
+        UsageError: Names that are empty or not different.
     """
     settings = [(setting_of_file(name), Path(path)) for name, path in tests]
     names = [s.name for s, _ in settings]
+    if "" in names:
+        raise UsageError("a setting's name is empty; give each file one, e.g. --name experts=6")
     if len(set(names)) != len(names) or BASELINE_PASS in names:
         raise UsageError(f"settings {', '.join(names)}: every file needs a name of its own; give them with --name")
     base_file = open_logits_file(base, allow_truncated=allow_truncated)
     files = [(s, open_logits_file(path, allow_truncated=allow_truncated)) for s, path in settings]
     n_chunks = min([base_file.n_chunk, *(f.n_chunk for _, f in files)])
     path = Path(out)
+    refuse_foreign(path)  # before a lock is left in somebody's folder
+    if (path / RUN_FILE).exists():
+        raise StoreError(f"{path} already holds a run, which an import cannot add to; choose another -o")
     with RunStore(path, {}).lock():
+        run = RunStore.create(path, *_description(base_file, n_chunks), to_arrays(_chunks(base_file, n_chunks)))
         try:
-            run = RunStore.create(path, *_description(base_file, n_chunks), to_arrays(_chunks(base_file, n_chunks)))
             _import_base(run, base_file, n_chunks, keep_logits=keep_logits, progress=progress)
             for setting, file in files:
                 _import_setting(run, base_file, setting, file, n_chunks, progress)
             return finish(run)
-        except (NoEffectError, LogitsFileError):
+        except BaseException:  # Ctrl-C and a full disk, too: an import does not resume
             _discard(path)
             raise
 
@@ -211,6 +217,7 @@ def export_base(run_path: str | Path, out: str | Path, *, progress: ProgressCall
     run = RunStore.open(Path(run_path))
     if Path(out).exists():
         raise LogitsFileError(f"{out} exists; give the name of a new file")
+    run.require_chunks(BASELINE_PASS)
     if not run.is_finished(BASELINE_PASS):
         raise StoreError(f"{run_path} has no complete recording; finish it with --resume, or sweep with --record")
     chunks = load_chunks(run)

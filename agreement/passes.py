@@ -51,8 +51,12 @@ def carry_out(run: RunStore, runner: Runner, plan: Plan, listener: Listener) -> 
 
     Raises:
         KilledForMemoryError: With nothing held, or a model that should have stayed in memory.
+        StoreError: Everything is there, but a chunk of the recording is damaged.
     """
-    streams = not plan.reading.fits and not is_complete(run, plan)
+    complete = is_complete(run, plan)
+    if complete and plan.records_baseline:
+        run.verify(BASELINE_PASS)  # nobody else would look at it again
+    streams = not plan.reading.fits and not complete
     if streams:
         run.add_timing({"pass": READING_BEGUN})
     try:
@@ -138,9 +142,17 @@ def _note_reading(run: RunStore, runner: Runner, plan: Plan) -> None:
     found, reading = runner.counters(), plan.reading
     for text in found.notes:  # told with the progress already
         run.add_timing({"pass": READING_NOTE, "text": text})
-    entry = {"bytes": found.bytes_read, "bytes_planned": reading.bytes_expected, "peak": found.peak}
-    entry |= {"seconds_planned": round(reading.seconds_reading, 1)}
-    run.add_timing({"pass": READING, **entry, "beside": found.beside, "beside_planned": reading.activations})
+    run.add_timing(
+        {
+            "pass": READING,
+            "bytes": found.bytes_read,
+            "bytes_planned": reading.bytes_expected,
+            "seconds_planned": round(reading.seconds_reading, 1),
+            "peak": found.peak,
+            "beside": found.beside,
+            "beside_planned": reading.activations,
+        }
+    )
 
 
 def _preflight(run: RunStore, runner: Runner, listener: Listener, *, short: bool = False) -> None:

@@ -22,6 +22,7 @@ from agreement.records import Float32Array
 
 PolicyKind = Literal["experts", "ser", "topp"]
 
+POLICY_STARTS = ("ser=", "topp=")  # of the names of policies that no metadata override offers
 _WHOLE = re.compile(r"[0-9]+")
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?|\.[0-9]+")
 
@@ -63,8 +64,9 @@ def parse_policy(text: str) -> Policy:
     """Parse `experts=N`, `ser=K,T` or `topp=P`.
 
     Raises:
-        SettingError: The text is none of these, or a number is out of its range.
+        SettingError: The text is none of these, is joined to something, or a number is out of its range.
     """
+    refuse_joined(text, text)
     kind, _, value = text.strip().partition("=")
     if kind == "experts" and _WHOLE.fullmatch(value):
         return Policy("experts", int(value))
@@ -75,6 +77,18 @@ def parse_policy(text: str) -> Policy:
         if _WHOLE.fullmatch(keep) and _NUMBER.fullmatch(limit):
             return Policy("ser", int(keep), float(limit))
     raise SettingError(f"routing policy {text!r}: expected experts=N, ser=K,T or topp=P, such as ser=4,0.2 or topp=0.8")
+
+
+def refuse_joined(text: str, part: str) -> None:
+    """Refuse a setting of which `part` is a policy and which joins something to it.
+
+    Raises:
+        SettingError: That it does.
+    """
+    if "+" in text and part.strip().startswith(POLICY_STARTS):
+        raise SettingError(
+            f"setting {text!r}: a routing policy cannot be joined with '+'; give each as a setting of its own"
+        )
 
 
 def kept_columns(weights: Float32Array, policy: Policy, *, softmax_after: bool = False) -> NDArray[np.bool_]:

@@ -253,7 +253,12 @@ def compare(
     run = RunStore.open(Path(path))
     if not run.is_finished(BASELINE_PASS):
         raise StoreError(f"{path}: the baseline is not complete; finish it with --resume")
-    header = model_file.read_model_file(model or run.header["about"]["model"]["path"])
+    recorded = run.header["about"]["model"].get("path", "")
+    if not recorded:
+        raise UsageError(
+            f"{path} came from logits files, with no engine to run; compare files: agreement compare BASE FILE"
+        )
+    header = model_file.read_model_file(model or recorded)
     digest = model_file.model_digest(header)
     other = digest != run.header["identity"]["model"]["digest"]
     if other and model is None:

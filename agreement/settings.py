@@ -1,6 +1,7 @@
 """Settings: parsing what a user types, canonical names, and what they mean for a model.
 
-In: `7,6,4,2`, `experts=6` or `kv:KEY=TYPE:VALUE`.  Out: `Setting`.
+In: `7,6,4,2`, `experts=6` or `kv:KEY=TYPE:VALUE`.  Out: `Setting`.  A routing policy is a `Setting` of that name alone;
+its text is read in `routing`.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ import re
 
 from agreement.errors import NoEffectError, SettingError
 from agreement.records import MetadataOverride, ModelFile, OverrideType, Setting
+from agreement.routing import POLICY_STARTS, parse_policy, refuse_joined
 
 BASELINE = Setting(name="baseline")
 MAX_TEXT_BYTES = 127  # llama_model_kv_override keeps 128 bytes of a key or a text, the closing zero included
 AGAIN = "again"  # ends the name of the noise floor's setting
 
+# Where settings are joined: a value may hold a plus of its own, such as 1e+5.
+_PLUS = re.compile(rf"\+(?=\s*(?:experts=|kv:|{'|'.join(POLICY_STARTS)}))")
 _OVERRIDE = re.compile(r"(?P<key>[A-Za-z0-9_.\-]+)=(?P<type>int|float|bool|str):(?P<value>.+)")
 
 
@@ -33,14 +37,19 @@ def parse_experts(text: str) -> tuple[Setting, ...]:
     """
     settings: list[Setting] = []
     for part in text.split(","):
-        token = part.strip()
-        if not re.fullmatch(r"[+-]?[0-9]{1,18}", token):
-            raise SettingError(f"--experts {text}: {token!r} is not a whole number; give a list such as 7,6,4,2")
-        setting = experts_setting(int(token))
+        setting = experts_setting(_whole(part, f"--experts {text}", "a list such as 7,6,4,2"))
         if setting in settings:
-            raise SettingError(f"--experts {text}: {int(token)} is given twice; name each number once")
+            raise SettingError(f"--experts {text}: {setting.experts} is given twice; name each number once")
         settings.append(setting)
     return tuple(settings)
+
+
+def _whole(text: str, where: str, example: str) -> int:
+    """Return a whole number, or raise SettingError with where it stands and what to give."""
+    token = text.strip()
+    if not re.fullmatch(r"[+-]?[0-9]{1,18}", token):
+        raise SettingError(f"{where}: {token!r} is not a whole number; give {example}")
+    return int(token)
 
 
 def parse_override(text: str) -> MetadataOverride:
@@ -89,25 +98,25 @@ def parse_setting(text: str) -> Setting:
     """Parse `experts=6`, `kv:KEY=TYPE:VALUE`, or several of them joined with `+`.
 
     Raises:
-        SettingError: The text is none of these, or sets something twice.
+        SettingError: The text is none of these, sets something twice, or joins a routing policy to something.
     """
     experts: int | None = None
     overrides: list[MetadataOverride] = []
-    for part in re.split(r"\+(?=\s*(?:experts=|kv:))", text):  # a value may hold a plus of its own, such as 1e+5
+    for part in _PLUS.split(text):
         name, _, value = part.strip().partition("=")
         if name == "experts":
             if experts is not None:
                 raise SettingError(f"setting {text!r}: experts is given twice")
-            (one,) = parse_experts(value) if "," not in value else (None,)
-            if one is None:
+            if "," in value:
                 raise SettingError(f"setting {text!r}: one number of experts a setting")
-            experts = one.experts
+            experts = experts_setting(_whole(value, f"setting {text!r}", "one such as experts=6")).experts
         elif part.strip().startswith("kv:"):
             override = parse_override(part.strip()[3:])
             if any(o.key == override.key for o in overrides):
                 raise SettingError(f"setting {text!r}: {override.key} is given twice; llama.cpp takes only the first")
             overrides.append(override)
         else:
+            refuse_joined(text, part)
             raise SettingError(f"setting {text!r}: expected experts=N, kv:KEY=TYPE:VALUE, topp=P or ser=K,T")
     return Setting(name=_name(experts, tuple(overrides), None), experts=experts, overrides=tuple(overrides))
 
@@ -119,7 +128,15 @@ def noise_floor(model: ModelFile) -> Setting:
 
 
 def with_model(setting: Setting, model: str, label: str) -> Setting:
-    """Return `setting` run on another model file, named by `label`."""
+    """Return `setting` run on another model file, named by `label`.
+
+    Raises:
+        SettingError: A routing policy: nothing but its name would be left of it there.
+    """
+    if setting.name.startswith(POLICY_STARTS):
+        raise SettingError(
+            f"{setting.name} is a routing policy, which only `agreement sweep` can run; sweep {model} by itself"
+        )
     name = f"model={label}" if setting.name == BASELINE.name else f"{setting.name}+model={label}"
     return Setting(name=name, experts=setting.experts, overrides=setting.overrides, model=model)
 
@@ -136,9 +153,11 @@ def check_against_model(setting: Setting, model: ModelFile) -> None:
 
     Raises:
         SettingError: More experts than the model has, exactly as many as its file already uses, or their number
-            given once as `experts=` and once more as an override.
+            given once as `experts=` and once more as an override; a policy that keeps more than the file uses.
         NoEffectError: The file keeps one expert count a layer, so that the override would be ignored.
     """
+    if setting.name.startswith(POLICY_STARTS) and setting.experts is None:
+        _check_policy(setting.name, model)
     n = setting.experts
     if n is None:
         return
@@ -156,6 +175,16 @@ def check_against_model(setting: Setting, model: ModelFile) -> None:
         )
     if n == model.n_expert_used and not setting.overrides and setting.model is None:
         raise SettingError(f"experts={n} is what {model.name} uses by itself; it is the baseline, leave it out")
+
+
+def _check_policy(name: str, model: ModelFile) -> None:
+    """Refuse a policy that keeps more experts than the router selects; without a single count, the hook will."""
+    policy, used = parse_policy(name), model.n_expert_used
+    if used is not None and policy.keep > used:
+        raise SettingError(
+            f"{name}: {model.name} uses {used} experts a token and a policy only drops some of them; give K from 1 to "
+            f"{used}, such as ser={max(1, used // 2)},0.2, or more experts without a policy as experts=N"
+        )
 
 
 def metadata_overrides(setting: Setting, architecture: str) -> tuple[MetadataOverride, ...]:

@@ -25,6 +25,7 @@ from agreement.records import Counts, Report
 from agreement.scoring import count_chunk
 from agreement.store import RunStore, read_json
 
+_GIVE_A_RUN = "give a run directory, or the report.json of one"
 # Entries of the timings: bytes read from disk, a start that will say so when it ends, and what went otherwise than
 # planned.
 READING, READING_BEGUN, READING_NOTE = "reading", "reading begun", "reading note"
@@ -43,7 +44,7 @@ def load_counts(path: str | Path) -> tuple[RunCounts, dict[str, float]]:
     """Return a run's counts by cluster, and tokens per second by setting where they were measured."""
     place = Path(path)
     if place.is_file():
-        return counts_from_json(read_json(place, "there is no such report"), str(place)), {}
+        return counts_from_json(read_json(place, "there is no such report", _GIVE_A_RUN), str(place)), {}
     run = RunStore.open(place)
     return counts_from_json(run.read_report(), str(place / "report.json")), speeds_of(run)
 

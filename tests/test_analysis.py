@@ -189,6 +189,9 @@ def test_a_report_of_another_kind() -> None:
         (("notes",), "a note"),
         (("seed",), "x"),
         (("seed",), None),
+        (("seed",), -1),
+        (("settings", 0, "experts"), "seven"),
+        (("baseline_expert_bytes",), "1 GB"),
     ],
 )
 def test_a_damaged_report_is_refused(path: tuple[Any, ...], value: Any) -> None:

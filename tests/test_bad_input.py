@@ -406,6 +406,21 @@ def test_damaged_recording(recorded: Place, name: str, damage: str) -> None:
         check_command(str(where), "compare", recorded.out, "--experts", "4", "-q")
 
 
+@pytest.mark.parametrize("damage", [d for d in DAMAGES if d not in ("flipped at the end", "gone")])
+def test_damaged_recording_of_a_complete_run(recorded: Place, damage: str) -> None:
+    """Nothing is left to do, but a later `compare` could not be done: said now."""
+    arguments: dict[str, Any] = {"chunks": SHORT, "options": FOUR_AT_A_TIME, "in_process": True, "resume": True}
+    sweep(recorded.model, recorded.corpus, recorded.out, experts=(6,), **arguments)
+    path = chunk_file(recorded, "baseline")
+    DAMAGES[damage](path)
+    before = snapshot(recorded.out)
+    with pytest.raises(StoreError) as caught:
+        sweep(recorded.model, recorded.corpus, recorded.out, experts=(6,), **arguments)
+    one_line(str(caught.value))
+    assert str(path) in str(caught.value)
+    assert snapshot(recorded.out) == before
+
+
 def test_any_flipped_byte_of_a_recording_is_found(recorded: Place) -> None:
     """One bit at 400 seeded places: refused, or in padding that nobody reads."""
     path = chunk_file(recorded, "baseline")

@@ -665,6 +665,26 @@ def test_the_command_refuses(runs: dict[str, Path], arguments: tuple[str, ...], 
     assert "Traceback" not in output
 
 
+def test_scores_that_were_deleted(runs: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(runs["full"], tmp_path, dirs_exist_ok=True)
+    scores = tmp_path / "settings" / "experts=2"
+    (scores / "chunk-000001.agr").unlink()
+    code, output = call(tmp_path, "--setting", "experts=2")
+    assert code == 1
+    assert f"{scores / 'chunk-000001.agr'} is missing; run again with --resume" in output
+    assert call(tmp_path)[0] == 0  # the only one that is whole
+    shutil.rmtree(tmp_path / "settings")
+    n = len(list((runs["full"] / "settings" / "experts=6").iterdir()))
+    code, output = call(tmp_path)
+    assert code == 1
+    assert f"experts=6/chunk-000000.agr is missing, and {n - 1} more of experts=6; run again" in output
+
+
+def test_a_report_has_no_scores(runs: dict[str, Path]) -> None:
+    with pytest.raises(UsageError, match=r"report.json is a file; .* give the run's directory"):
+        load_positions(runs["full"] / "report.json")
+
+
 def test_a_setting_that_is_not_finished(runs: dict[str, Path], tmp_path: Path) -> None:
     shutil.copytree(runs["full"], tmp_path, dirs_exist_ok=True)
     header = json.loads((tmp_path / "run.json").read_text(encoding="utf-8"))

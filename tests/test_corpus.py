@@ -218,8 +218,35 @@ def test_patterns_and_languages(tmp_path: Path) -> None:
     assert corpus.counted(out.skipped) == {"other language": 4}
     assert reasons(load(root, include=["x"]))["a.py"] == "not included: matches no pattern given"
     assert reasons(load(root, exclude=["x"])) == {"x": "excluded: matches a pattern given"}
-    with pytest.raises(CorpusError, match="5 left out: 5 not included"):
-        load(root, include=["*.rs"])
+
+
+@pytest.mark.parametrize(
+    ("selection", "message"),
+    [
+        (
+            {"include": ["*.rs"]},
+            "5 match no --include '*.rs' (such as a.py, docs/a.md, src/a.py); change what is asked for",
+        ),
+        ({"exclude": ["*"]}, "5 match --exclude '*' (such as a.py, docs/a.md, src/a.py); change what"),
+        ({"languages": ["rust"]}, "5 are not --language rust (there are 3 python, 1 prose, 1 unknown); change"),
+        # The binary file is as far as reading gets with what is wanted.
+        (
+            {"include": ["*.md", "*.bin"], "languages": ["Python", ""]},
+            (
+                "4 match no --include '*.md' '*.bin' (such as a.py, src/a.py, src/old/b.py); "
+                "1 are not --language Python '' (there are 1 prose); 1 binary; change"
+            ),
+        ),
+    ],
+)
+def test_a_selection_that_leaves_nothing(tmp_path: Path, selection: dict[str, list[str]], message: str) -> None:
+    files = {"a.py": "1", "docs/a.md": "2", "src/a.py": "3", "src/old/b.py": "4", "x": "5"}
+    if "" in selection.get("languages", []):
+        files["x.bin"] = "\0"
+    root = write(tmp_path / "p", files)
+    with pytest.raises(CorpusError) as caught:
+        load(root, **selection)
+    assert str(caught.value).startswith(f"{root}: no document is left: {message}")
 
 
 @pytest.mark.parametrize(

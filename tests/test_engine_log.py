@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agreement.engine.log import KEPT_LINES, EngineLog
+from agreement.engine.log import KEPT_LINES, EngineLog, lacks_memory
 
 # As llama.cpp prints it at load with `--override-kv`, in its own spacing.
 LOAD = """llama_model_loader: loaded meta data with 28 key-value pairs and 75 tensors
@@ -75,6 +76,34 @@ def test_last_words_leave_out_dots_and_blanks() -> None:
     assert log.last_words() == "two | three | four"
     assert log.last_words(1) == "four"
     assert EngineLog().last_words() == "the engine logged nothing"
+
+
+def test_last_words_since() -> None:
+    log = feed("one\n", "two\n")
+    loaded = log.n_lines
+    assert log.last_words(since=loaded) == "the engine logged nothing"
+    log.feed("three\n")
+    assert log.last_words(since=loaded) == "three"
+    log.feed("x\n" * (KEPT_LINES + 1) + "end\n")  # what came before is kept no more
+    assert log.last_words(2, since=loaded) == "x | end"
+
+
+# As the engine's sources word them (llama-context.cpp, llama-kv-cache.cpp), and what C++ says of itself.
+@pytest.mark.parametrize(
+    ("words", "memory"),
+    [
+        ("failed to initialize the context: failed to allocate buffer for kv cache", True),
+        ("graph_reserve: failed to allocate compute buffers", True),
+        ("failed to initialize the context: failed to reserve graph for Flash Attention check", True),
+        ("failed to initialize the context: std::bad_alloc", True),
+        ("the engine logged nothing", True),
+        ("llama_init_from_model: quantized V cache requires flash_attn to be enabled", False),
+        ("llama_init_from_model: K cache type q8_0 with block size 32 does not divide n_embd_head_k=8", False),
+        ("llama_init_from_model: model does not support different K (q8_0) and V (f16) cache types", False),
+    ],
+)
+def test_which_last_words_tell_of_memory(words: str, memory: bool) -> None:
+    assert lacks_memory(words) is memory
 
 
 def test_memory_of_a_long_log_is_bounded_but_its_proof_is_kept() -> None:

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 import agreement
+from agreement import compare
 from agreement.cli import main
 from agreement.errors import LogitsFileError, NoEffectError, StoreError, UsageError
 from agreement.exchange import export_base, import_files
@@ -64,6 +65,52 @@ def test_names_must_differ(tmp_path: Path) -> None:
         import_files(GOLD / "base.kld", [pair, pair], tmp_path / "run")
 
 
+def test_names_must_not_be_empty(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="name is empty; give each file one"):
+        import_files(GOLD / "base.kld", [("", GOLD / "experts-6.kld")], tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_import_is_not_made_over_something_else(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("mine", encoding="utf-8")
+    pair = [("experts=6", GOLD / "experts-6.kld")]
+    with pytest.raises(StoreError, match="mine exists and is not a run directory"):
+        import_files(GOLD / "base.kld", pair, tmp_path / "mine")
+    assert [p.name for p in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
+    import_files(GOLD / "base.kld", pair, tmp_path / "run")
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    with pytest.raises(StoreError, match="already holds a run, which an import cannot add to; choose another -o"):
+        import_files(GOLD / "base.kld", pair, tmp_path / "run")
+    assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), StoreError("the disk is full")])
+def test_an_import_that_ends_early_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
+    def stop(name: str, done: int, _total: int) -> None:
+        if (name, done) == ("experts=6", 2):
+            raise error
+
+    with pytest.raises(type(error)):
+        import_files(GOLD / "base.kld", [("experts=6", GOLD / "experts-6.kld")], tmp_path / "run", progress=stop)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_imported_run_has_no_engine_to_compare_with(tmp_path: Path) -> None:
+    import_files(GOLD / "base.kld", [("experts=6", GOLD / "experts-6.kld")], tmp_path / "run")
+    with pytest.raises(UsageError, match="came from logits files, with no engine to run; compare files"):
+        compare(tmp_path / "run", experts=(4,))
+
+
+def test_a_base_without_settings(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["kld", "import", str(GOLD / "base.kld"), "-o", str(tmp_path / "run")])
+    assert result.exit_code == 2
+    assert "alone makes no table: give the files of settings after it, or look at it with `agreement kld info" in (
+        result.stderr
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_file_cut_short_is_used_only_if_asked(tmp_path: Path) -> None:
     data = (GOLD / "experts-6.kld").read_bytes()
     (tmp_path / "short.kld").write_bytes(data[: len(data) * 6 // 10])
@@ -109,6 +156,16 @@ def test_a_recording_of_the_top_alone_cannot_be_exported(recorded: Path) -> None
     with pytest.raises(StoreError, match="--logits full"):
         export_base(recorded / "top", recorded / "no.kld")
     assert not (recorded / "no.kld").exists()
+
+
+def test_a_recording_with_a_chunk_missing(recorded: Path, tmp_path: Path) -> None:
+    shutil.copytree(recorded / "run", tmp_path / "run")
+    (tmp_path / "run" / "baseline" / "chunk-000001.agr").unlink()
+    with pytest.raises(StoreError, match=r"baseline/chunk-000001.agr is missing; run again with --resume"):
+        export_base(tmp_path / "run", tmp_path / "no.kld")
+    with pytest.raises(LogitsFileError, match=r"cannot be written \(No such file or directory\); choose another place"):
+        export_base(recorded / "run", tmp_path / "none" / "no.kld")
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
 def test_commands(recorded: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ _PASSES = _RECORDS | {"settings", "model_file", "chunks", "engine", "preflight",
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "records": {"errors"},
-    "settings": _RECORDS,
+    "settings": _RECORDS | {"routing"},
     "corpus": _RECORDS,
     "chunks": _RECORDS,
     "model_file": _RECORDS,

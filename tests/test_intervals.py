@@ -340,6 +340,10 @@ def test_counts_that_cannot_be(arguments: tuple[list[float], list[float]], messa
         ({"confidence": 95}, r"`confidence` must lie between 0 and 1, found 95"),
         ({"confidence": 0.0}, r"found 0"),
         ({"n_resamples": 38}, r"`n_resamples` must be at least 39 for confidence 0.95, found 38"),
+        (
+            {"confidence": 0.9999},
+            r"`confidence` 0.9999 is too high for 1999 resamples; give at most 0.999, or in Python",
+        ),
         ({"lower_bound": 1.0}, r"the mean 0.3 is below `lower_bound` 1"),
         ({"squares": [0.1, 0.8]}, r"`squares` is too small"),
     ],

@@ -131,6 +131,14 @@ def test_texts_that_are_no_policy(text: str) -> None:
         parse_policy(text)
 
 
+@pytest.mark.parametrize("text", ["topp=0.9+experts=7", "ser=4,0.2+topp=0.9", "topp=0.9+kv:a=int:1"])
+def test_policies_are_not_joined(text: str) -> None:
+    with pytest.raises(
+        SettingError, match=r"a routing policy cannot be joined with '\+'; give each as a setting of its"
+    ):
+        parse_policy(text)
+
+
 @pytest.mark.parametrize("text", ["experts=0", "ser=0,0.5"])
 def test_keeping_no_expert(text: str) -> None:
     with pytest.raises(SettingError, match=f"{text}: at least one expert"):

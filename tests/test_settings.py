@@ -17,7 +17,7 @@ VALUES = st.one_of(
     st.floats(allow_nan=False, allow_infinity=False).map(lambda v: ("float", v)),
     st.booleans().map(lambda v: ("bool", v)),
     st.from_regex(r"[a-z+=:,%ü]{1,10}", fullmatch=True)
-    .filter(lambda v: "+kv:" not in v and "+experts=" not in v)
+    .filter(lambda v: not any(f"+{start}" in v for start in ("kv:", "experts=", "ser=", "topp=")))
     .map(lambda v: ("str", v)),
 )
 
@@ -121,7 +121,10 @@ def test_experts_come_first_in_the_name() -> None:
         ("experts=6,4", "one number of experts a setting"),
         ("experts=6+experts=5", "experts is given twice"),
         ("kv:a=int:1+kv:a=int:2", "a is given twice; llama.cpp takes only the first"),
-        ("experts=6+", "is not a whole number"),
+        ("experts=6+", "setting 'experts=6\\+': '6\\+' is not a whole number; give one such as experts=6"),
+        ("experts=7+topp=0.9", "setting 'experts=7\\+topp=0.9': a routing policy cannot be joined with '\\+'"),
+        ("kv:a=int:1 + ser=4,0.2", "cannot be joined with '\\+'; give each as a setting of its own"),
+        ("topp=0.9", "expected experts=N"),
         ("kv:a", "expected KEY=TYPE:VALUE"),
     ],
 )
@@ -148,11 +151,19 @@ def test_another_model_is_part_of_the_name() -> None:
     assert (both.name, both.experts, both.model) == ("experts=6+model=q4", 6, "q4.gguf")
 
 
+def test_a_policy_is_not_run_on_another_model() -> None:
+    with pytest.raises(SettingError, match=r"ser=4,0\.2 is a routing policy, which only `agreement sweep` can run"):
+        s.with_model(Setting("ser=4,0.2"), "q4.gguf", "q4")
+
+
 def test_what_a_model_can_run() -> None:
     model = fake_model()  # 8 of 32 experts
     for text in ("experts=1", "experts=7", "experts=9", "experts=32", "experts=8+kv:a=int:1", "kv:a=int:1"):
         s.check_against_model(s.parse_setting(text), model)
     s.check_against_model(s.with_model(s.experts_setting(8), "other.gguf", "other"), model)
+    for text in ("ser=1,0.2", "ser=8,0.2", "topp=0.9"):
+        s.check_against_model(Setting(text), model)
+    s.check_against_model(Setting("ser=9,0.2"), fake_model(n_expert_used=None))  # the router hook will know
 
 
 @pytest.mark.parametrize(
@@ -166,6 +177,13 @@ def test_what_a_model_can_run() -> None:
 def test_what_a_model_cannot_run(text: str, message: str) -> None:
     with pytest.raises(SettingError, match=message):
         s.check_against_model(s.parse_setting(text), fake_model())
+
+
+def test_a_policy_that_keeps_more_than_the_model_uses() -> None:
+    with pytest.raises(
+        SettingError, match=r"ser=9,0.2: fake uses 8 experts a token .*; give K from 1 to 8, such as ser=4"
+    ):
+        s.check_against_model(Setting("ser=9,0.2"), fake_model())
 
 
 def test_a_count_a_layer_cannot_be_overridden() -> None:

@@ -11,6 +11,7 @@ import string
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,71 @@ def test_a_run_is_opened_as_it_was_made(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "settings" / "experts=6" / "chunk-000012.agr").exists()
 
 
+def whole_run(path: Path) -> RunStore:
+    """A run of four chunks whose baseline is complete."""
+    store = RunStore.create(path, {"chunks": {"n_chunks": 4}}, {}, ({"tokens": np.arange(4)}, {}))
+    for index in range(4):
+        store.write_chunk(BASELINE_PASS, index, {"codes": np.arange(4000)}, {})
+    store.finish_pass(BASELINE_PASS, {})
+    return store
+
+
+def test_a_whole_pass_is_verified(tmp_path: Path) -> None:
+    store = whole_run(tmp_path / "run")
+    store.verify(BASELINE_PASS)
+    store.verify(BASELINE_PASS, contents=True)
+    store.require_chunks(BASELINE_PASS)
+    store.require_chunks("experts=6")  # not called complete, so nothing is missing
+
+
+def test_missing_chunks_of_a_whole_pass_are_named(tmp_path: Path) -> None:
+    store = whole_run(tmp_path / "run")
+    for index in (1, 3):
+        store.chunk_path(BASELINE_PASS, index).unlink()
+    with pytest.raises(
+        StoreError, match=r"chunk-000001.agr is missing, and 1 more of baseline; run again with --resume"
+    ):
+        store.require_chunks(BASELINE_PASS)
+    with pytest.raises(
+        StoreError, match=r"chunk-000001.agr is missing; .* \(1 more of baseline are missing or damaged\)"
+    ):
+        store.verify(BASELINE_PASS)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: data[:-1], "is cut short"),
+        (lambda data: data + b"x", "1 bytes too many"),
+        (lambda data: b"", "cannot be read"),
+        (lambda data: data[:40] + b"?" + data[41:], "has a damaged header"),
+    ],
+)
+def test_damage_that_verifying_finds_without_reading_contents(
+    tmp_path: Path, damage: Callable[[bytes], bytes], message: str
+) -> None:
+    store = whole_run(tmp_path / "run")
+    path = store.chunk_path(BASELINE_PASS, 2)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(StoreError, match=message) as caught:
+        store.verify(BASELINE_PASS)
+    assert str(path) in str(caught.value)
+
+
+def test_damage_that_only_the_contents_show(tmp_path: Path) -> None:
+    store = whole_run(tmp_path / "run")
+    path = store.chunk_path(BASELINE_PASS, 0)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    store.verify(BASELINE_PASS)
+    with pytest.raises(StoreError, match="array codes does not match its hash; delete that file and run again"):
+        store.verify(BASELINE_PASS, contents=True)
+    path.write_bytes(store.chunk_path(BASELINE_PASS, 1).read_bytes())
+    with pytest.raises(StoreError, match="holds chunk 1 of baseline"):
+        store.verify(BASELINE_PASS)
+
+
 def test_two_runs_of_equal_content_have_equal_bytes(tmp_path: Path) -> None:
     files = []
     for name in ("a", "b"):
@@ -306,6 +372,21 @@ def test_a_run_is_not_made_over_something_else(tmp_path: Path) -> None:
         (
             '{"format":"agreement-run","format_version":1,"identity":3,"about":{},"settings":[],"passes":{}}',
             "identity is 3",
+        ),
+        (
+            '{"format":"agreement-run","format_version":1,"identity":{"chunks":3},"about":{},"settings":[],"passes":{}}',
+            "n_chunks is 3; record the run again",
+        ),
+        (
+            (
+                '{"format":"agreement-run","format_version":1,"identity":{"chunks":{"n_chunks":"many"}},"about":{},'
+                '"settings":[],"passes":{}}'
+            ),
+            "n_chunks is 'many'",
+        ),
+        (
+            '{"format":"agreement-run","format_version":1,"identity":{},"about":{},"settings":[3],"passes":{}}',
+            "a setting is named 3",
         ),
     ],
 )

@@ -147,11 +147,19 @@ def load_positions(path: str | Path, setting: str | None = None) -> Positions:
         setting: The setting's name; None takes the only one.
 
     Raises:
-        StoreError: No run there, or it is damaged.
-        UsageError: The run has no such setting or has not finished it; or none is named and there are several.
+        StoreError: No run there, it is damaged, or a file of the setting's scores is missing.
+        UsageError: A file instead of a run; the run has no such setting or has not finished it; or none is named and
+            there are several.
     """
+    if Path(path).is_file():
+        raise UsageError(f"{path} is a file; a breakdown reads the scores of a run: give the run's directory")
     run = RunStore.open(Path(path))
     finished = [name for name in run.header["settings"] if run.is_finished(name)]
+    if setting is not None:
+        run.require_chunks(setting)
+    elif not finished:
+        for name in run.header["settings"]:
+            run.require_chunks(name)
     if setting is None:
         if len(finished) != 1:
             choice = f"name one of {', '.join(finished)}" if finished else "finish one with --resume"

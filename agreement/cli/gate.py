@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     help='How much worse than --against is allowed, e.g. "agreement 1%", "kld 0.005". Repeatable.',
 )
 @click.option("--sequential", is_flag=True, help="Run MODEL over CORPUS until the verdict is safe.")
-@click.option("--max-clusters", type=click.IntRange(min=2), default=60, show_default=True, help="Most documents drawn.")
+@click.option("--max-clusters", type=click.IntRange(min=6), default=60, show_default=True, help="Most documents drawn.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="With --sequential: keep the run here.")
 @options.corpus_options
 @click.option("-c", "--ctx", "n_ctx", type=int, default=512, show_default=True, help="Tokens a chunk (n_ctx).")
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the order of documents."
 )
 @options.engine_options
+@click.option("-q", "--quiet", is_flag=True, help="No plan and no progress.")
 @click.option("--confidence", type=float, default=0.95, show_default=True, help="Confidence of every interval.")
 @click.option("--format", "form", type=click.Choice(["text", "json", "junit"]), default="text", help="Output format.")
 @click.pass_context
@@ -57,8 +58,7 @@ def gate_command(
     confidence: float,
     form: JudgementFormat,
     sequential: bool,
-    max_clusters: int,
-    out: Path | None,
+    quiet: bool,
     **given: Any,
 ) -> None:
     """Judge a run against requirements: exit 0 passed, 3 failed, 4 inconclusive.
@@ -76,6 +76,7 @@ def gate_command(
     from agreement.report import as_dict, render_judgements
     from agreement.summary import load_counts, load_report
 
+    _check_kind(ctx, sequential=sequential)
     wanted = [parse_requirement(text) for text in requirements]
     default = Path("agreement.toml")
     if config is not None or (not wanted and against is None and default.exists()):
@@ -83,16 +84,12 @@ def gate_command(
     if not wanted and against is None:
         raise click.UsageError('nothing to require: give --require "experts=7 agreement>=90%" or an agreement.toml')
     if sequential:
-        if corpus is None or len(wanted) != 1 or against is not None:
+        if corpus is None or len(wanted) != 1:
             raise click.UsageError("--sequential takes a MODEL, a CORPUS and one --require")
-        judgements = [_early(run, corpus, wanted[0], out, max_clusters, confidence, given)]
+        judgements = [_early(run, corpus, wanted[0], confidence, given, quiet=quiet)]
         verdict = overall(judgements)
         click.echo(render_judgements(judgements, verdict, form), nl=False)
         ctx.exit(exit_code(verdict))
-    if corpus is not None or out is not None:
-        raise click.UsageError("a CORPUS and -o go with --sequential")
-    if (against is None) != (not margins):
-        raise click.UsageError("--against and --margin go together")
     reports = {level: load_report(run, confidence=level) for level in {confidence, *_levels(wanted)}}
     judgements = [judge(reports[r.confidence or confidence], r) for r in wanted]
     if against is not None:
@@ -107,6 +104,45 @@ def gate_command(
     ctx.exit(exit_code(verdict))
 
 
+# What judges a run; everything else that the command takes is for the passes of --sequential.
+_OF_A_RUN = {"against", "margins"}
+_OF_BOTH = {"run", "requirements", "config", "sequential", "confidence", "form", "quiet"}
+
+
+def _check_kind(ctx: click.Context, *, sequential: bool) -> None:
+    """Refuse by name what the other kind of gate takes, instead of passing it over."""
+    given = {
+        p.name: p
+        for p in ctx.command.params
+        if p.name is not None and ctx.get_parameter_source(p.name) is click.core.ParameterSource.COMMANDLINE
+    }
+    if ctx.params["corpus"] is None:  # an argument left out counts as given
+        given.pop("corpus", None)
+    wrong = [
+        _spelled(p, ctx.params[name])
+        for name, p in given.items()
+        if name not in _OF_BOTH and (name in _OF_A_RUN) == sequential
+    ]
+    if wrong and sequential:
+        raise click.UsageError(f"{', '.join(wrong)}: --sequential judges a fixed bound alone; leave it out")
+    run: Path = ctx.params["run"]
+    if not sequential and run.suffix == ".gguf":
+        raise click.UsageError(f"{run} is a model: give a run directory, or a CORPUS and --sequential to run it")
+    if wrong:
+        raise click.UsageError(
+            f"{', '.join(wrong)}: only with --sequential; a run is judged with the text and options it was made with"
+        )
+    if ("against" in given) != ("margins" in given):
+        raise click.UsageError("--against and --margin go together")
+
+
+def _spelled(parameter: click.Parameter, value: Any) -> str:
+    """Return an option as it is typed."""
+    if isinstance(parameter, click.Argument):
+        return parameter.human_readable_name
+    return (parameter.secondary_opts if value is False else parameter.opts)[0]
+
+
 def _levels(requirements: list[Requirement]) -> list[float]:
     """Return the confidences that requirements name themselves."""
     return [r.confidence for r in requirements if r.confidence is not None]
@@ -116,10 +152,10 @@ def _early(
     model: Path,
     corpus: str,
     requirement: Requirement,
-    out: Path | None,
-    max_clusters: int,
     confidence: float,
     given: dict[str, Any],
+    *,
+    quiet: bool,
 ) -> Judgement:
     """Run the sequential gate, showing where it stands on standard error."""
     from agreement.cli.passes import setting_from, take_corpus
@@ -127,16 +163,17 @@ def _early(
     from agreement.early import sequential_gate
     from agreement.plan import ChunkOptions
 
+    out = given.pop("out")
     with contextlib.ExitStack() as stack:
         place = out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agreement-"))) / "run"
-        view = stack.enter_context(ProgressView())
+        view = stack.enter_context(ProgressView(quiet=quiet))
         found = sequential_gate(
             model,
             take_corpus(corpus, given),
             requirement,
             setting_from(requirement.setting),
             place,
-            max_clusters=max_clusters,
+            max_clusters=given.pop("max_clusters"),
             confidence=confidence,
             chunks=ChunkOptions(n_ctx=given.pop("n_ctx"), seed=given.pop("seed")),
             options=options.take_engine_options(given),

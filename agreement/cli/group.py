@@ -9,6 +9,34 @@ import click
 
 from agreement.errors import AgreementError
 
+_RESUME = "; whole chunks are kept: the same command with --resume goes on from there"
+_AGAIN = "; whole chunks are kept: the same command goes on from there"
+# What an interrupted command leaves, by its name; of the others nothing is left.
+_AFTER_INTERRUPT = {
+    "sweep": _RESUME,
+    "record": _RESUME,
+    "compare": _AGAIN,
+    "demo": _AGAIN,
+    "gate": "; with -o whole chunks are kept, and the same command goes on from there",
+}
+
+
+class _GivenPath(click.Path):
+    """A path as an option describes it, and not an empty one.
+
+    `Path("")` is the current folder: an unset variable in `-o "$OUT"` would be taken for it.
+    """
+
+    def __init__(self, described: click.Path) -> None:
+        super().__init__()
+        self.__dict__.update(described.__dict__)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path."""
+        if value == "":
+            self.fail("the path is empty; name a file or folder (is a shell variable unset?)", param, ctx)
+        return super().convert(value, param, ctx)
+
 
 class AgreementGroup(click.Group):
     """Loads commands lazily; errors that the package raises on purpose end with one line and exit code 1."""
@@ -27,6 +55,7 @@ class AgreementGroup(click.Group):
             return super().get_command(ctx, cmd_name)
         module, attribute = self._lazy[cmd_name]
         command: click.Command = getattr(import_module(module), attribute)
+        _refuse_empty_paths(command)
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -36,6 +65,20 @@ class AgreementGroup(click.Group):
         except AgreementError as error:
             raise click.ClickException(str(error)) from error
         except KeyboardInterrupt:
-            raise click.ClickException(
-                "interrupted; whole chunks are kept: the same command with --resume goes on from there"
-            ) from None
+            left = _AFTER_INTERRUPT.get(ctx.invoked_subcommand or "", "")
+            raise click.ClickException(f"interrupted{left}") from None
+        except OSError as error:  # a full disk under the output, say; what the package reads and writes it names itself
+            if isinstance(error, BrokenPipeError):  # the reader had enough, which click ends quietly
+                raise
+            where = error.filename or "the output"
+            raise click.ClickException(f"cannot read or write {where}: {error.strerror or error}") from error
+
+
+def _refuse_empty_paths(command: click.Command) -> None:
+    """Let every path that a command takes refuse an empty text, below a group too."""
+    for parameter in command.params:
+        if type(parameter.type) is click.Path:
+            parameter.type = _GivenPath(parameter.type)
+    if isinstance(command, click.Group):
+        for below in command.commands.values():
+            _refuse_empty_paths(below)

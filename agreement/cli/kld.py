@@ -71,6 +71,11 @@ def import_command(
     """
     from agreement.exchange import import_files
 
+    if not files:
+        raise click.UsageError(
+            f"{base} alone makes no table: give the files of settings after it, or look at it with "
+            f"`agreement kld info {base}`"
+        )
     report = import_files(
         base,
         named_files(files, names),
@@ -79,10 +84,7 @@ def import_command(
         keep_logits=keep_logits,
         progress=chunk_progress(),
     )
-    if report.rows:
-        show_reports([report], form)
-    else:
-        click.echo(f"{out}: baseline alone; give files of settings too to have a table")
+    show_reports([report], form)
 
 
 @kld_group.command("export")

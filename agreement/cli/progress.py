@@ -68,7 +68,7 @@ class ProgressView:
 
     def sequential_listener(self) -> Listener:
         """Return what to hand to the sequential gate, whose pass is shown by `looked` instead of a bar."""
-        return Listener(plan=self.plan, preflight=self._stable, note=self.note)
+        return Listener(plan=self._sequential_plan, preflight=self._stable, note=self.note)
 
     def looked(self, state: State) -> None:
         """Say where a sequential gate stands."""
@@ -82,6 +82,11 @@ class ProgressView:
         self._plan = plan
         self._remaining_passes = 1 + len(plan.settings)
         for line in plan_lines(plan):
+            self._console.print(line, markup=False, soft_wrap=True)
+
+    def _sequential_plan(self, plan: Plan) -> None:
+        """Say what a sequential gate will do, before it does."""
+        for line in sequential_lines(plan):
             self._console.print(line, markup=False, soft_wrap=True)
 
     def preflight(self, result: Preflight) -> None:
@@ -155,18 +160,12 @@ class ProgressView:
 def plan_lines(plan: Plan, *, every: bool = False) -> list[str]:
     """Return what a run will do, line by line; with `every` also how a model that fits in memory is read."""
     model, chunks = plan.model, plan.chunks
-    used = model.n_expert_used if model.n_expert_used is not None else "a number a layer"
-    shared = f" and {model.n_expert_shared} shared" if model.n_expert_shared else ""
-    skipped = sum(plan.about["corpus"]["skipped"].values())
-    experts = f"{used} of {model.n_expert} experts{shared} in {model.n_expert_layers} of {model.n_layer} layers"
     scored = f"scored [{chunks.first}, {chunks.last}): {plan.n_positions:,} positions"
     scores = scores_bytes(chunks, len(plan.settings))
     disk = size_text(scores + (plan.sizes[plan.logits] if plan.records_baseline else 0))
     sizes = f"full {size_text(plan.sizes['full'])}, top {size_text(plan.sizes['top'])}"
     lines = [
-        f"model      {model.name}: {model.architecture}, {experts}, {size_text(model.bytes_total)}",
-        f"corpus     {plan.corpus.name}: {len(plan.corpus.documents)} documents"
-        + (f", {skipped} files skipped (see `agreement corpus`)" if skipped else ""),
+        *_source_lines(plan),
         f"chunks     {chunks.n_chunks} of {chunks.n_ctx} tokens ({chunks.chunking}), {scored}",
         f"clusters   {len(chunks.cluster_names)}, drawn with seed {chunks.seed}",
         f"passes     {_passes(plan)}",
@@ -182,6 +181,36 @@ def plan_lines(plan: Plan, *, every: bool = False) -> list[str]:
     notes = (*plan.about.get("notes", ()), *plan.corpus.notes, *chunks.notes, *model.warnings)
     lines += [f"note       {note}" for note in notes]
     return lines
+
+
+def sequential_lines(plan: Plan) -> list[str]:
+    """Return what a sequential gate will do; how many chunks it will decode, and write, nobody knows."""
+    chunks = plan.chunks
+    window = f"one chunk of {chunks.n_ctx} tokens each, scored [{chunks.first}, {chunks.last})"
+    lines = [
+        *_source_lines(plan),
+        f"documents  at most {len(chunks.cluster_names)}, drawn with seed {chunks.seed}; {window}",
+        f"pass       baseline and {', '.join(s.name for s in plan.settings)} side by side until the verdict is safe",
+    ]
+    if not plan.reading.fits:
+        lines += [f"reading    {c}" for c in plan.reading.lines(skip=("passes",))]
+    # Not the notes on chunks: those tell how to have more in a sweep.
+    notes = (*plan.about.get("notes", ()), *plan.corpus.notes, *plan.model.warnings)
+    return lines + [f"note       {note}" for note in notes]
+
+
+def _source_lines(plan: Plan) -> list[str]:
+    """Return what model and text are."""
+    model = plan.model
+    used = model.n_expert_used if model.n_expert_used is not None else "a number a layer"
+    shared = f" and {model.n_expert_shared} shared" if model.n_expert_shared else ""
+    skipped = sum(plan.about["corpus"]["skipped"].values())
+    experts = f"{used} of {model.n_expert} experts{shared} in {model.n_expert_layers} of {model.n_layer} layers"
+    return [
+        f"model      {model.name}: {model.architecture}, {experts}, {size_text(model.bytes_total)}",
+        f"corpus     {plan.corpus.name}: {len(plan.corpus.documents)} documents"
+        + (f", {skipped} files skipped (see `agreement corpus`)" if skipped else ""),
+    ]
 
 
 def _passes(plan: Plan) -> str:

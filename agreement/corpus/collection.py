@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections import Counter
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _FORMAT = b"agreement-corpus-1\n"
+# How the reasons begin of what the selection leaves out.
+_NOT_INCLUDED, _EXCLUDED, _OTHER_LANGUAGE = "not included", "excluded", "other language"
+_NAMES_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -89,11 +93,11 @@ class Collection:
     def _check_wanted(self, name: str, language: str) -> None:
         wanted = self.selection
         if wanted.include and not matches(name, wanted.include):
-            raise Unusable("not included: matches no pattern given")
+            raise Unusable(f"{_NOT_INCLUDED}: matches no pattern given")
         if matches(name, wanted.exclude):
-            raise Unusable("excluded: matches a pattern given")
+            raise Unusable(f"{_EXCLUDED}: matches a pattern given")
         if wanted.languages and language not in wanted.languages:
-            raise Unusable(f"other language: {language or 'unknown'}")
+            raise Unusable(f"{_OTHER_LANGUAGE}: {language or 'unknown'}")
 
     def _add(self, name: str, text: str, language: str, rules: Rules) -> None:
         check_text(name, text, rules)
@@ -104,6 +108,28 @@ class Collection:
             raise CorpusError(f"two documents are named {name!r}; give each its own name")
         self._by_digest[digest] = name
         self.documents[name] = Document(name, text, language, digest)
+
+    def _why_none(self) -> str:
+        """Say why there is no document: what the selection left out and what there was, else the other reasons."""
+        counts = counted(self.skipped)
+        wanted, parts = self.selection, []
+        if n := counts.pop(_NOT_INCLUDED, 0):
+            parts.append(f"{n} match no --include {shlex.join(wanted.include)} ({self._examples(_NOT_INCLUDED)})")
+        if n := counts.pop(_EXCLUDED, 0):
+            parts.append(f"{n} match --exclude {shlex.join(wanted.exclude)} ({self._examples(_EXCLUDED)})")
+        if n := counts.pop(_OTHER_LANGUAGE, 0):
+            found = Counter(s.reason.partition(": ")[2] for s in self.skipped if s.reason.startswith(_OTHER_LANGUAGE))
+            there = ", ".join(f"{m} {language}" for language, m in sorted(found.items(), key=lambda f: (-f[1], f[0])))
+            parts.append(f"{n} are not --language {shlex.join(wanted.languages)} (there are {there})")
+        others = [f"{n} {kind}" for kind, n in counts.items()]
+        if parts:
+            return f"no document is left: {'; '.join([*parts, *others])}; change what is asked for"
+        seen = f"{len(self.skipped)} left out: {', '.join(others)}" if others else "nothing there"
+        return f"no usable text ({seen}); give UTF-8 text files"
+
+    def _examples(self, reason: str) -> str:
+        names = sorted(s.name for s in self.skipped if s.reason.startswith(reason))
+        return "such as " + ", ".join(names[:_NAMES_SHOWN])
 
     def corpus(self, name: str, where: str) -> Corpus:
         """Return the documents taken, sorted by name, as a corpus.
@@ -117,9 +143,7 @@ class Collection:
         """
         documents = sorted(self.documents.values(), key=lambda document: document.name)
         if not documents:
-            counts = ", ".join(f"{n} {kind}" for kind, n in counted(self.skipped).items())
-            seen = f"{len(self.skipped)} left out: {counts}" if counts else "nothing there"
-            raise CorpusError(f"{where}: no usable text ({seen}); give UTF-8 text files")
+            raise CorpusError(f"{where}: {self._why_none()}")
         limit = self.selection.n_documents
         if limit is not None and limit < len(documents):
             seed = self.selection.seed

@@ -242,9 +242,9 @@ class RouterHook:
         most = max(layer.n_used for layer in self.layers.values())
         for policy in policies:
             if policy is not None and policy.keep > most:
+                instead = "run it with --passes separate" if policy.kind == "experts" else f"give K from 1 to {most}"
                 raise SettingError(
-                    f"{policy}: the model selects {most} experts and one pass can only drop some of them; "
-                    "run it as a separate pass"
+                    f"{policy}: the model selects {most} experts and one pass can only drop some of them; {instead}"
                 )
 
     @contextmanager

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from agreement.engine.base import EngineInfo, LogitsPart, SettingProof
 from agreement.engine.hook import Kept, RouterHook
-from agreement.engine.log import EngineLog
+from agreement.engine.log import EngineLog, lacks_memory
 from agreement.engine.mapping import without_read_ahead
 from agreement.engine.options import CACHE_TYPES, FLASH_ATTENTION, NUMA, resolve_options
 from agreement.errors import ContextError, EngineError
@@ -57,6 +57,15 @@ def build_info() -> EngineInfo:
         binding=f"llama-cpp-python {metadata.version('llama-cpp-python')}",
         version=f"{llama.llama_version().decode()}; {features}",
     )
+
+
+def _no_context(n_sequences: int, n_ctx: int, words: str) -> EngineError:
+    """Return the error of a context that was not made; only for lack of memory does a smaller one help."""
+    if lacks_memory(words):
+        return ContextError(
+            f"the engine cannot make a context of {n_sequences} x {n_ctx} tokens: {words}; lower -b or -ub"
+        )
+    return EngineError(f"the engine refuses these options: {words}; change what it names, e.g. -ctk, -ctv or -fa")
 
 
 def _overrides_array(overrides: tuple[MetadataOverride, ...]) -> Any:
@@ -127,13 +136,11 @@ class LlamaEngine:
         self.proof: SettingProof = self._log.proof()
         self.info = build_info()
         if not vocab_only:
+            loaded = self._log.n_lines
             self._context = llama.llama_init_from_model(self._model, self._context_params(n_ctx, n_sequences))
             if not self._context:
-                message = (
-                    f"the engine cannot make a context of {n_sequences} x {n_ctx} tokens: {self._log.last_words()}"
-                )
                 self.close()
-                raise ContextError(message + "; lower -b or -ub")
+                raise _no_context(n_sequences, n_ctx, self._log.last_words(since=loaded))
             self._learn_routing()
 
     def _model_params(self, vocab_only: bool) -> Any:

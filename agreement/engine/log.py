@@ -13,7 +13,9 @@ from agreement.engine.base import SettingProof
 
 _OVERRIDE = re.compile(r"Using metadata override \(\s*(?P<type>\w+)\) '(?P<key>[^']+)' = (?P<value>.*)")
 _N_EXPERT_USED = re.compile(r"n_expert_used\s*= (?P<n>\d+)")
+_NO_MEMORY = re.compile(r"alloc|reserve|out of memory|insufficient memory|not enough", re.IGNORECASE)
 KEPT_LINES = 2000
+NOTHING = "the engine logged nothing"
 
 
 class EngineLog:
@@ -23,6 +25,7 @@ class EngineLog:
         self._rest = ""
         self._listener = listener
         self.lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self.n_lines = 0  # seen, those that are kept no more included
         self.overrides: list[str] = []
         self.n_expert_used: int | None = None
 
@@ -34,6 +37,7 @@ class EngineLog:
 
     def _line(self, line: str) -> None:
         self.lines.append(line)
+        self.n_lines += 1
         if match := _OVERRIDE.search(line):
             self.overrides.append(f"{match['key']}={match['type']}:{match['value'].strip()}")
         elif (match := _N_EXPERT_USED.search(line)) and self.n_expert_used is None:
@@ -45,7 +49,18 @@ class EngineLog:
         """Return what the lines so far say of overrides."""
         return SettingProof(overrides=tuple(dict.fromkeys(self.overrides)), n_expert_used=self.n_expert_used)
 
-    def last_words(self, n: int = 3) -> str:
-        """Return the last lines that are not empty, joined, for an error message."""
-        lines = [line.strip() for line in self.lines if line.strip().strip(".")]
-        return " | ".join(lines[-n:]) or "the engine logged nothing"
+    def last_words(self, n: int = 3, *, since: int = 0) -> str:
+        """Return the last lines that are not empty, joined, for an error message.
+
+        Args:
+            n: How many at most.
+            since: `n_lines` at the time before which lines do not count.
+        """
+        recent = list(self.lines)[-(self.n_lines - since) :] if self.n_lines > since else []
+        lines = [line.strip() for line in recent if line.strip().strip(".")]
+        return " | ".join(lines[-n:]) or NOTHING
+
+
+def lacks_memory(words: str) -> bool:
+    """Say whether an engine's last words tell of memory that it did not get, or of nothing at all."""
+    return words == NOTHING or _NO_MEMORY.search(words) is not None

@@ -16,6 +16,7 @@ CACHE_TYPES = {
 }  # fmt: skip
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 NUMA = {"disabled": 0, "distribute": 1, "isolate": 2, "numactl": 3, "mirror": 4}
+PLAIN_TYPES = ("f32", "f16", "bf16")  # of CACHE_TYPES, those that are not quantised
 MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
 MAX_THREADS = 512  # GGML_MAX_N_THREADS
 
@@ -24,11 +25,16 @@ def resolve_options(options: EngineOptions, n_ctx: int, n_sequences: int) -> Eng
     """Return `options` with every default made explicit, as they will be recorded.
 
     Raises:
-        UsageError: An unknown cache type, or sizes that do not fit together.
+        UsageError: An unknown cache type, a quantised V cache without flash attention, or sizes that do not fit
+            together.
     """
     for name in (options.type_k, options.type_v):
         if name not in CACHE_TYPES:
             raise UsageError(f"cache type {name!r} is not one of {', '.join(CACHE_TYPES)}")
+    if options.flash_attn == "off" and options.type_v not in PLAIN_TYPES:
+        raise UsageError(
+            f"-ctv {options.type_v} -fa off: a quantised V cache needs flash attention; give -fa on, or -ctv f16"
+        )
     if options.numa not in NUMA:
         raise UsageError(f"--numa {options.numa!r} is not one of {', '.join(NUMA)}")
     if options.n_batch < 1 or options.n_ubatch < 1:

@@ -27,7 +27,14 @@ def check_options(confidence: float, n_resamples: int, method: str, *, allowed: 
     # Each tail must hold one resample: (n + 1) * (1 - confidence) / 2 >= 1, give or take rounding.
     least = math.ceil(2.0 / (1.0 - confidence) - 1e-6) - 1
     if n_resamples < least:
-        raise UsageError(f"`n_resamples` must be at least {least} for confidence {confidence:g}, found {n_resamples}")
+        if n_resamples != DEFAULT_RESAMPLES:
+            raise UsageError(
+                f"`n_resamples` must be at least {least} for confidence {confidence:g}, found {n_resamples}"
+            )
+        raise UsageError(
+            f"`confidence` {confidence!r} is too high for {n_resamples} resamples; give at most "
+            f"{1.0 - 2.0 / (n_resamples + 1):.6g}, or in Python `n_resamples` of at least {least}"
+        )
 
 
 def exponential(value: float) -> float:

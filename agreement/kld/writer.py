@@ -54,7 +54,7 @@ def write_logits_file(path: str | Path, tokens: Int32Array, n_vocab: int, blocks
         finally:
             partial.unlink(missing_ok=True)  # after an error; a finished file has been renamed
     except OSError as error:
-        raise LogitsFileError(f"{path}: cannot be written ({error.strerror or error})") from error
+        raise LogitsFileError(f"{path}: cannot be written ({error.strerror or error}); choose another place") from error
     return size
 
 

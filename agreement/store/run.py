@@ -103,9 +103,7 @@ class RunStore:
         missing = {"identity", "about", "settings", "passes"} - header.keys()
         if missing:
             raise StoreError(f"{file} lacks {min(missing)!r}; record the run again")
-        for field, kind in (("identity", dict), ("about", dict), ("settings", list), ("passes", dict)):
-            if not isinstance(header[field], kind):
-                raise StoreError(f"{file} is damaged: {field} is {header[field]!r:.40}; record the run again")
+        _check_header(file, header)
         return cls(path, header)
 
     def save_header(self) -> None:
@@ -195,10 +193,47 @@ class RunStore:
         self.header["passes"][pass_name] = facts
         self.save_header()
 
+    @property
+    def n_chunks(self) -> int:
+        """Chunks of a whole pass."""
+        n: int = self.header["identity"].get("chunks", {}).get("n_chunks", 0)
+        return n
+
     def is_finished(self, pass_name: str) -> bool:
         """Say whether `run.json` calls the pass complete, and no chunk of it has been taken away since."""
-        n_chunks = int(self.header["identity"].get("chunks", {}).get("n_chunks", 0))
-        return pass_name in self.header["passes"] and all(self.has_chunk(pass_name, i) for i in range(n_chunks))
+        return pass_name in self.header["passes"] and all(self.has_chunk(pass_name, i) for i in range(self.n_chunks))
+
+    def require_chunks(self, pass_name: str) -> None:
+        """Refuse a pass that `run.json` calls complete and of which chunks have been taken away since.
+
+        Raises:
+            StoreError: Names the first file that is missing.
+        """
+        missing = [i for i in range(self.n_chunks) if not self.has_chunk(pass_name, i)]
+        if missing and pass_name in self.header["passes"]:
+            more = f", and {len(missing) - 1} more of {pass_name}" if len(missing) > 1 else ""
+            raise StoreError(
+                f"{self.chunk_path(pass_name, missing[0])} is missing{more}; run again with --resume to record it"
+            )
+
+    def verify(self, pass_name: str, *, contents: bool = False) -> None:
+        """Check every chunk file of a complete pass: there, whole, of this pass and chunk, its header intact.
+
+        Reads a few kilobytes a file, however large it is; bytes that changed inside an array are found only with
+        `contents`, which reads everything and compares the hashes.
+
+        Raises:
+            StoreError: Names the first file that is missing or damaged, and how many more are.
+        """
+        found: list[StoreError] = []
+        for index in range(self.n_chunks):
+            try:
+                self.read_chunk(pass_name, index, None if contents else ())
+            except StoreError as error:
+                found.append(error)
+        if found:
+            more = f" ({len(found) - 1} more of {pass_name} are missing or damaged)" if len(found) > 1 else ""
+            raise StoreError(f"{found[0]}{more}") from found[0]
 
     def write_report(self, data: dict[str, Any]) -> None:
         """Write `report.json`; keys keep their order, which is the order in which a report shows its facts."""
@@ -211,7 +246,7 @@ class RunStore:
         Raises:
             StoreError: There is none, or it is damaged.
         """
-        return read_json(self.path / "report.json", "no report yet; finish the run with --resume")
+        return read_json(self.path / "report.json", "no report yet; finish the run with --resume", "run with --resume")
 
     def add_timing(self, entry: dict[str, Any]) -> None:
         """Append one line to `timings.jsonl`.
@@ -239,6 +274,20 @@ class RunStore:
         return entries
 
 
+def _check_header(file: Path, header: dict[str, Any]) -> None:
+    """Refuse a `run.json` whose parts are not of their kinds."""
+    for field, kind in (("identity", dict), ("about", dict), ("settings", list), ("passes", dict)):
+        if not isinstance(header[field], kind):
+            raise StoreError(f"{file} is damaged: {field} is {header[field]!r:.40}; record the run again")
+    chunks = header["identity"].get("chunks", {})
+    n_chunks = chunks.get("n_chunks", 0) if isinstance(chunks, dict) else chunks
+    if not isinstance(chunks, dict) or not isinstance(n_chunks, int) or n_chunks < 0:
+        raise StoreError(f"{file} is damaged: n_chunks is {n_chunks!r:.40}; record the run again")
+    for name in header["settings"]:
+        if not isinstance(name, str):
+            raise StoreError(f"{file} is damaged: a setting is named {name!r:.40}; record the run again")
+
+
 def refuse_foreign(path: Path) -> None:
     """Refuse a path where something else than a run lies.
 
@@ -251,20 +300,22 @@ def refuse_foreign(path: Path) -> None:
         raise StoreError(f"{path} exists and is not a run directory; choose another -o")
 
 
-def read_json(path: Path, when_missing: str) -> dict[str, Any]:
+def read_json(path: Path, when_missing: str, advice: str = "make it again") -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        StoreError: The file is missing (with `when_missing`), unreadable, or not an object.
+        StoreError: The file is missing (with `when_missing`), unreadable or not an object (with `advice`).
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise StoreError(f"{path}: {when_missing}") from None
-    except (OSError, ValueError) as error:
-        raise StoreError(f"{path} cannot be read ({error})") from error
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read ({error.strerror or error}); {advice}") from error
+    except ValueError as error:  # also what bytes that are no UTF-8 raise
+        raise StoreError(f"{path} is not JSON ({error}); {advice}") from error
     if not isinstance(data, dict):
-        raise StoreError(f"{path} is not a JSON object")
+        raise StoreError(f"{path} is not a JSON object; {advice}")
     return data
 
 
