@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from agreement.errors import AgreementError, ContextError, EngineError, UsageError
+from agreement.errors import AgreementError, ContextError, EngineError, KilledForMemoryError, UsageError
 from agreement.plan import Passes, Plan, is_policy, is_routing, run_identity
 from agreement.streaming.shapes import PAGES_BYTES
 from agreement.workers.client import Runner
@@ -86,12 +86,13 @@ def load_within_memory(plan: Plan, runner: Runner, replan: Callable[[int], Plan]
     first = tried = plan.reading.n_ubatch
     for halvings in range(HALVINGS + 1):
         try:
-            _load(plan, runner)
-        except ContextError as error:
-            reason = error
+            plan = _load_killed_once(plan, runner)
+        except (ContextError, KilledForMemoryError) as error:
+            cause, reason, what = error, str(error), "the engine could not make a context for"
+            if isinstance(error, KilledForMemoryError):
+                reason, what = reason.partition(";")[0], "memory ran out with"
         else:
-            note = f"the engine could not make a context for micro-batches of {first} tokens; {tried} instead"
-            return noted(plan, note) if halvings else plan
+            return noted(plan, f"{what} micro-batches of {first} tokens; {tried} instead") if halvings else plan
         if halvings == HALVINGS:
             break
         try:
@@ -104,7 +105,20 @@ def load_within_memory(plan: Plan, runner: Runner, replan: Callable[[int], Plan]
     raise EngineError(
         f"{reason}; micro-batches down to {tried} tokens were tried: allow more memory, or lower -ub, --ctx or the "
         "number of settings"
-    ) from reason
+    ) from cause
+
+
+def _load_killed_once(plan: Plan, runner: Runner) -> Plan:
+    """Load; if the process is killed for memory, once more with nothing of the file held."""
+    try:
+        _load(plan, runner)
+    except KilledForMemoryError as error:
+        if not max(plan.reading.hold, plan.reading.hold_loading):
+            raise
+        note = f"{str(error).partition(';')[0]}; it goes on with nothing of the model held"
+        plan = noted(replace(plan, reading=replace(plan.reading, hold=0, hold_loading=0)), note)
+        _load(plan, runner)
+    return plan
 
 
 def _load(plan: Plan, runner: Runner) -> None:

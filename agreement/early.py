@@ -2,7 +2,8 @@
 
 In: a model, a corpus, one requirement on agreement.  Out: a `Judgement` and where the run stood when it stopped.
 
-The baseline and the setting ride in one pass, chunk beside chunk, so a chunk is decoded only when it is needed.
+The baseline and the setting ride in one pass, chunk beside chunk, so a micro-batch is decoded only when a chunk of it
+is needed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 from agreement.errors import GateError, UsageError
 from agreement.model_file import read_model_file
+from agreement.onepass import one_pass_layout
 from agreement.passes import SILENT, Listener, finish_one_pass, start_one_pass
 from agreement.plan import ChunkOptions, Plan, check_settings, is_routing
 from agreement.recording import load_chunks, stored_scores
@@ -99,10 +101,15 @@ def sequential_gate(
         n_clusters = len(windows.cluster_names)
         test = _test(n_clusters, requirement, confidence)
         start_one_pass(run, runner, plan, listener)
+        options, decoded = plan.vocabulary.options, 0
+        # Chunks that share a micro-batch come together: one after the other each would decode those before it again.
+        block = one_pass_layout(1, windows.n_chunks, windows.n_ctx, options.n_ubatch).chunks_per_block
         for look in range(1, n_clusters + 1):
-            facts = runner.run_one_pass(
-                run, (setting,), logits=plan.logits, top_k=plan.top_k, n_chunks=look, progress=listener.progress
-            )
+            if look > decoded:
+                decoded = min(n_clusters, decoded + block)
+                facts = runner.run_one_pass(
+                    run, (setting,), logits=plan.logits, top_k=plan.top_k, n_chunks=decoded, progress=listener.progress
+                )
             counts = count_chunk(stored_scores(run, setting.name, look - 1))
             verdict = test.update(counts.n_agree, counts.n)
             looked(test.state)

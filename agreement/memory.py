@@ -21,11 +21,14 @@ class Memory:
         machine: Memory of the machine, bytes.
         limit: What this process may use, bytes: the smallest limit that applies.
         source: `machine`, or the file that sets the limit.
+        limits: Every limit that applies, bytes, with its file: a larger one of a group above may bind first, where
+            others in that group take memory.
     """
 
     machine: int
     limit: int
     source: str
+    limits: tuple[tuple[int, str], ...] = ()
 
 
 def memory_limit() -> int:
@@ -43,12 +46,10 @@ def read_memory(root: Path = Path("/")) -> Memory:
         root: Where `/proc` and the mounts are looked up; another one in tests.
     """
     machine = _machine(root)
-    best = Memory(machine, machine, "machine")
-    for path in _limit_files(root):
-        value = _limit(path)
-        if value is not None and value < best.limit:
-            best = Memory(machine, value, str(path))
-    return best
+    found = [(_limit(path), str(path)) for path in _limit_files(root)]
+    limits = tuple((value, path) for value, path in found if value is not None and value < machine)
+    limit, source = min(limits, key=lambda pair: pair[0], default=(machine, "machine"))
+    return Memory(machine, limit, source, limits)
 
 
 def _machine(root: Path) -> int:

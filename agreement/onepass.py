@@ -362,11 +362,12 @@ def sampled_equality(
     *,
     experts: int,
     most_bytes: int,
+    folder: Path | None = None,
     log: Callable[[str], None] | None = None,
 ) -> float:
     """Return the same of a small sample of the model, for one that is too large to be loaded twice.
 
-    The sample is a file in the system's folder for temporary files, deleted afterwards; of the model only its bytes
+    The sample is a temporary file, deleted afterwards; of the model only its bytes
     are read.  It has the model's graph, weight types and widths, but few layers and experts, see
     `agreement.model_file.sample`.
 
@@ -375,6 +376,7 @@ def sampled_equality(
         options: Engine options.
         experts: Experts to keep, fewer than the file uses.
         most_bytes: Size that the sample may have.
+        folder: Where it is made; None for the system's folder for temporary files.
         log: Called with every line the engine logs.
 
     Returns:
@@ -384,8 +386,8 @@ def sampled_equality(
         ModelFileError: No sample can be made.
         EngineError: The engine refused one of the two ways.
     """
-    with TemporaryDirectory(prefix="agreement-") as folder:
-        sample = write_sample(model, Path(folder) / "sample.gguf", most_bytes=most_bytes)
+    with TemporaryDirectory(prefix="agreement-", dir=folder) as place:
+        sample = write_sample(model, Path(place) / "sample.gguf", most_bytes=most_bytes)
         # 37 is odd, so the tokens of a whole sample (256 of them) are all different.
         tokens = (np.arange(SAMPLE_TOKENS) * 37 % sample.n_vocab).astype(np.int32)
         return equality(sample, options, tokens, SAMPLE_TOKENS // 2, SAMPLE_TOKENS, experts=experts, log=log)

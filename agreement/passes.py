@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from agreement.errors import IdentityError, KilledForMemoryError
+from agreement.model_file import model_digest
 from agreement.onepass import PASS_NAME
 from agreement.plan import Plan, is_routing, setting_facts
 from agreement.preflight import Preflight
@@ -199,6 +200,15 @@ def _register(run: RunStore, model: ModelFile, settings: Sequence[Setting], dige
     run.save_header()
 
 
+def _require_unchanged(run: RunStore, model: ModelFile, digest: str) -> None:
+    """Refuse to load a file that was replaced since the run began: its scores would be of two models."""
+    if model_digest(model) != (digest or run.header["identity"]["model"]["digest"]):
+        raise IdentityError(
+            f"{model.path} has changed since the run began; bring the first file back and --resume, or start a new run "
+            "with another -o"
+        )
+
+
 def run_settings(
     run: RunStore,
     runner: Runner,
@@ -214,5 +224,6 @@ def run_settings(
     for setting in settings:
         if run.is_finished(setting.name):
             continue
+        _require_unchanged(run, model, digest)
         listener.passes(setting.name, n_chunks)
         run.finish_pass(setting.name, runner.run_setting(run, setting, progress=listener.progress))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from agreement.engine import Engine, load_engine, measure_context
@@ -113,13 +114,16 @@ class FullRunner(PassRunner):
         engine, layout = self._hooked(len(settings), chunks)
         return short_preflight(engine, self.model, chunks.tokens[0], room=layout.n_sequences)
 
-    def hook_difference(self, chunks: ChunkSet, experts: int, *, sampled: bool = False) -> float:
+    def hook_difference(
+        self, chunks: ChunkSet, experts: int, *, sampled: bool = False, folder: Path | None = None
+    ) -> float:
         """Return the largest logit difference between the router hook and the override.
 
         Args:
             chunks: The first one is decoded both ways.
             experts: Experts to keep.
             sampled: Decode a few tokens of a small sample of the model instead, see `sampled_equality`.
+            folder: Where the sample is made; None for the system's folder for temporary files.
 
         Raises:
             ModelFileError: No sample can be made.
@@ -128,7 +132,9 @@ class FullRunner(PassRunner):
         self.close_engine()
         if sampled:
             most = min(SAMPLE_BYTES, _room() // 4)
-            return sampled_equality(self.model, self.options, experts=experts, most_bytes=most, log=self._log)
+            return sampled_equality(
+                self.model, self.options, experts=experts, most_bytes=most, folder=folder, log=self._log
+            )
         first, last = chunks.first, chunks.last
         return equality(self.model, self.options, chunks.tokens[0], first, last, experts=experts, log=self._log)
 

@@ -18,7 +18,7 @@ from agreement.checks import HALVINGS, check_hook, load_within_memory, noted
 from agreement.chunks import to_arrays
 from agreement.errors import IdentityError, KilledForMemoryError, StoreError, UsageError
 from agreement.onepass import PASS_NAME
-from agreement.passes import SILENT, Listener, carry_out, record_baseline, run_settings
+from agreement.passes import SILENT, Listener, carry_out, run_settings
 from agreement.plan import ChunkOptions, Passes, Plan, check_settings, is_policy, make_plan
 from agreement.recording import LogitsMode
 from agreement.records import Corpus, EngineOptions, ModelFile, Report, Setting
@@ -82,15 +82,19 @@ def sweep(
     if noise_floor:
         chosen = (floor_setting(model_file.read_model_file(model)), *chosen)
     arguments = Request(model, corpus, out, chunks, logits, options, passes, resume, in_process, listener, wishes)
-    with prepared(arguments._replace(keep_recording=keep_recording), chosen) as first:
-        job = first
-        while True:
-            try:
-                carry_out(job.run, job.runner, job.plan, listener)
-            except KilledForMemoryError as error:
-                job = _smaller(job, error, listener)
-            else:
-                return finish(job.run)
+    with prepared(arguments._replace(keep_recording=keep_recording), chosen) as job:
+        return finish(_carried_out(job, listener))
+
+
+def _carried_out(job: Job, listener: Listener) -> RunStore:
+    """Carry out a job, with smaller micro-batches where memory runs out; return its run."""
+    while True:
+        try:
+            carry_out(job.run, job.runner, job.plan, listener)
+        except KilledForMemoryError as error:
+            job = _smaller(job, error, listener)
+        else:
+            return job.run
 
 
 def _smaller(job: Job, error: KilledForMemoryError, listener: Listener) -> Job:
@@ -133,8 +137,7 @@ def record(
     """Record the baseline alone: the first half of `sweep`, with the same arguments; returns the run."""
     arguments = Request(model, corpus, out, chunks, logits, options, "separate", resume, in_process, listener)
     with prepared(arguments, ()) as job:
-        record_baseline(job.run, job.runner, job.plan, listener)
-        return job.run
+        return _carried_out(job, listener)
 
 
 class Request(NamedTuple):
@@ -213,7 +216,7 @@ def prepared(given: Request, settings: tuple[Setting, ...]) -> Iterator[Job]:
 
         def replan(most: int) -> Plan:
             passes = "separate" if fell_back else given.passes
-            smaller = planned(passes=passes, wishes=replace(wishes, n_ubatch=most))
+            smaller = planned(passes=passes, wishes=replace(wishes, n_ubatch=most, begun=None))
             return replace(smaller, about={**smaller.about, **checked})
 
         if not (path / "run.json").exists():  # else its micro-batch is settled
@@ -292,16 +295,31 @@ def compare(
 
 
 def _as_begun(path: Path, options: EngineOptions, given: Request) -> tuple[EngineOptions, Request]:
-    """Return the options and wishes a streamed run began with: memory at hand may have changed since, its plan not."""
+    """Return options and wishes with the reading a run began with: memory at hand may have changed since, that not.
+
+    Whatever else was asked for stays, so that a run with other options is refused.
+    """
     if not (path / "run.json").exists():
         return options, given
     header = RunStore.open(path).header
     wishes = given.wishes or Wishes()
-    if "reading" not in header["about"] or wishes.n_ubatch is not None:
-        return options, given
+    if "reading" not in header["about"]:
+        return options, given._replace(wishes=replace(wishes, begun="fitted"))
     begun = EngineOptions(**header["identity"]["options"])
-    passes = header["identity"]["recording"]["passes"]
-    return begun, given._replace(passes=passes, wishes=replace(wishes, n_ubatch=begun.n_ubatch))
+    if wishes.n_ubatch is not None and wishes.n_ubatch < begun.n_ubatch:
+        return options, given
+    repack = begun.repack if wishes.repack is None else wishes.repack
+    kept = replace(
+        options,
+        n_batch=begun.n_batch,
+        n_ubatch=begun.n_ubatch,
+        repack=repack,
+        use_mmap=begun.use_mmap,
+        use_mlock=begun.use_mlock,
+    )
+    passes = header["identity"]["recording"]["passes"] if given.passes == "auto" else given.passes
+    wishes = replace(wishes, n_ubatch=begun.n_ubatch, repack=repack, begun="streamed")
+    return kept, given._replace(passes=passes, wishes=wishes)
 
 
 def _known_difference(path: Path) -> float | None:

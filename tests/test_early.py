@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +45,7 @@ def early(place: Path, out: Path, requirement: str, **extra: Any) -> Early:
         out,
         max_clusters=30,
         chunks=CUT,
-        options=EXACT,
-        in_process=True,
-        **extra,
+        **{"options": EXACT, "in_process": True, **extra},
     )
 
 
@@ -79,6 +79,16 @@ def test_it_goes_on_where_it_stopped(place: Path, tmp_path: Path) -> None:
     again = early(place, tmp_path / "run", "experts=7 agreement>=30%", resume=True)
     assert again.state == first.state
     assert chunk.stat().st_mtime_ns == before
+
+
+def test_no_chunk_is_decoded_twice(place: Path, tmp_path: Path) -> None:
+    """Four chunks of 128 tokens, each beside its baseline, fill a micro-batch of 1024."""
+    options = replace(EXACT, n_batch=1024, n_ubatch=1024)
+    found = early(place, tmp_path / "run", "experts=7 agreement>=30%", options=options)
+    lines = (tmp_path / "run" / "timings.jsonl").read_text(encoding="utf-8").splitlines()
+    tokens = [json.loads(line)["tokens"] for line in lines]
+    assert tokens == [1024] * -(-found.state.clusters // 4)
+    assert found.state == early(place, tmp_path / "b", "experts=7 agreement>=30%").state
 
 
 def test_refusals(place: Path, tmp_path: Path) -> None:

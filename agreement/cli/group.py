@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
@@ -61,7 +65,8 @@ class AgreementGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
         try:
-            return super().invoke(ctx)
+            with _terminated_like_interrupted():
+                return super().invoke(ctx)
         except AgreementError as error:
             raise click.ClickException(str(error)) from error
         except KeyboardInterrupt:
@@ -72,6 +77,20 @@ class AgreementGroup(click.Group):
                 raise
             where = error.filename or "the output"
             raise click.ClickException(f"cannot read or write {where}: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """Let SIGTERM end a command as Ctrl-C does: temporary files are deleted, and one line says how to go on."""
+    mine = threading.current_thread() is threading.main_thread()  # only there handlers can be set
+    if not mine or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _refuse_empty_paths(command: click.Command) -> None:

@@ -21,6 +21,7 @@ from agreement.model_file import size_text
 from agreement.records import EngineOptions, ModelFile
 from agreement.streaming.costs import Costs
 from agreement.streaming.shapes import (
+    MAX_SEQUENCES,
     PASSES,
     PROCESS_BYTES,
     Candidate,
@@ -100,7 +101,14 @@ class ReadingPlan:
         """Return engine options that carry out the plan."""
         if self.fits:
             return options
-        return replace(options, n_batch=self.n_batch, n_ubatch=self.n_ubatch, repack=self.repack, use_mmap=True)
+        return replace(
+            options,
+            n_batch=self.n_batch,
+            n_ubatch=self.n_ubatch,
+            repack=self.repack,
+            use_mmap=True,
+            use_mlock=False,  # it locks the whole file: the process would be killed while it loads
+        )
 
     def lines(self, *, skip: tuple[str, ...] = ()) -> list[str]:
         """Return the plan for people, a line a choice, those named in `skip` left out."""
@@ -129,8 +137,11 @@ def plan_reading(
     beside = bytes_beside(within, work, costs)
     free = keep_free(beside, host, costs)
     # Weights on a GPU take no main memory, how much is not known here: such a run is left as the user set it.
-    if options.n_gpu_layers or model.bytes_total + beside + free <= host.available:
+    fits = model.bytes_total + beside + free <= host.available
+    if options.n_gpu_layers or wishes.begun == "fitted" or fits:
         return _in_memory(model, host, options, work, wishes, within, (beside, free))
+    if wishes.begun and not any(s.n_ubatch == wishes.n_ubatch for s in shapes(work, wishes)):
+        wishes = replace(wishes, begun=None)  # other chunks or settings: another run, which its identity will say
     candidates = [candidate(s, model, host, work, costs, wishes) for s in shapes(work, wishes)]
     possible = [c for c in candidates if c is not None]
     if not possible:
@@ -143,7 +154,11 @@ def plan_reading(
         better = one.n_bytes < _ALMOST * separate.n_bytes
         chosen, other = (one, separate) if better else (separate, one)
     assert chosen is not None  # `possible` is not empty
-    return _streamed(model, host, work, wishes, costs, chosen, other)
+    plan = _streamed(model, host, work, wishes, costs, chosen, other)
+    if not options.use_mlock:
+        return plan
+    mlock = Choice("mlock", "off", "it would lock the whole file, more than memory has; what fits is held instead")
+    return replace(plan, choices=(*plan.choices[:-1], mlock, plan.choices[-1]))
 
 
 def _order(candidate: Candidate) -> tuple[int, int]:
@@ -181,6 +196,8 @@ def _in_memory(
     )
     if options.n_gpu_layers:
         memory = Choice("memory", "not planned for", f"-ngl {options.n_gpu_layers} puts weights on a GPU")
+    elif model.bytes_total + beside + free > host.available:
+        memory = Choice("memory", "not planned for", "the run began with the model in memory, and goes on as it began")
     n_ubatch = wishes.n_ubatch or options.n_ubatch
     repack = options.repack if wishes.repack is None else wishes.repack
     seconds = model.bytes_total / (host.disk or DISK_SPEED)
@@ -273,13 +290,21 @@ def _streamed(
 
 
 def _too_little(model: ModelFile, host: Host, work: Work, costs: Costs, wishes: Wishes) -> str:
-    smallest = min(
-        (
-            bytes_beside(s, work, costs) + keep_free(bytes_beside(s, work, costs), host, costs)
-            for s in shapes(work, wishes)
-        ),
-        default=0,
-    )
+    possible = list(shapes(work, wishes))
+    if not possible:
+        return (
+            f"{work.n_settings} settings and the baseline are more than the {MAX_SEQUENCES} sequences of one pass over "
+            "a model that streams; run them in several sweeps"
+        )
+    least = min(possible, key=lambda s: s.n_ubatch)
+    if wishes.n_ubatch is not None and wishes.n_ubatch < least.n_ubatch:
+        return (
+            f"-ub {wishes.n_ubatch}: a micro-batch of a model that streams has at least {least.n_ubatch} tokens here "
+            f"({least.piece} of each sequence, {least.sequences} side by side); raise -ub, or leave it to the plan"
+        )
+    asked = [s for s in possible if wishes.n_ubatch is None or s.n_ubatch <= wishes.n_ubatch]
+    needs = [bytes_beside(s, work, costs) for s in asked]
+    smallest = min(beside + keep_free(beside, host, costs) for beside in needs)
     hold = wishes.hold or 0
     return (
         f"{model.name}: {size_text(host.available)} may be used ({host.source}), the smallest micro-batch needs "
@@ -313,6 +338,8 @@ def _ubatch_choice(work: Work, wishes: Wishes, chosen: Candidate) -> Choice:
         else f"{shape.sequences} sequences, {shape.piece} tokens of each at a time"
     )
     reason = "at most what was asked for" if wishes.n_ubatch is not None else "each micro-batch reads the weights again"
+    if wishes.begun:
+        reason = "the run began so"
     return Choice("micro-batch", f"{shape.n_ubatch} tokens ({what})", reason)
 
 

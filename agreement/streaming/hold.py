@@ -81,19 +81,21 @@ def hold_order(model: ModelFile) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def lock_allowance(status: Path = Path("/proc/self/status")) -> int | None:
+def lock_allowance(status: Path = Path("/proc/self/status"), uid_map: Path = Path("/proc/self/uid_map")) -> int | None:
     """Return how many bytes this process may lock: None for no limit, 0 where the system offers no locking.
 
     Root and holders of CAP_IPC_LOCK may lock everything, others as much as RLIMIT_MEMLOCK says (`ulimit -l`).
 
     Args:
         status: File that shows the capabilities; another one in tests.
+        uid_map: File that shows the user namespace: the right counts only in the machine's own, not for the root of a
+            container without privileges.
     """
     if sys.platform == "win32":
         return 0
     import resource  # noqa: PLC0415  # not there on Windows
 
-    if _may_lock_all(status):
+    if _may_lock_all(status) and _in_first_namespace(uid_map):
         return None
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     largest = hard if hard == resource.RLIM_INFINITY else max(soft, hard)  # the soft one may be raised to the hard one
@@ -107,6 +109,14 @@ def _may_lock_all(status: Path) -> bool:
         return False
     masks = [line.split()[1] for line in lines if line.startswith("CapEff:")]
     return bool(masks) and bool(int(masks[0], 16) >> _CAP_IPC_LOCK & 1)
+
+
+def _in_first_namespace(uid_map: Path) -> bool:
+    try:
+        fields = uid_map.read_text(encoding="ascii", errors="replace").split()
+    except OSError:  # a kernel without user namespaces
+        return True
+    return fields == ["0", "0", "4294967295"]
 
 
 class Hold:

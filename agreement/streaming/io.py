@@ -72,7 +72,8 @@ def memory_available(memory: Memory, *, proc: Path = _PROC) -> int:
     """Return the bytes that can still be taken now: what is free, and file pages that can be dropped.
 
     The machine's share is `MemAvailable`.  Where a control group sets the limit, what its processes hold is taken off
-    that limit, file pages that nobody locked left out.  Both may bind, so the smaller one is the answer.
+    that limit, file pages that nobody locked left out.  Each of them may bind, those of groups above too, so the
+    smallest one is the answer.
 
     Args:
         memory: From `agreement.memory.read_memory`; its source names the limit's file.
@@ -80,18 +81,24 @@ def memory_available(memory: Memory, *, proc: Path = _PROC) -> int:
     """
     machine = _field(proc / "meminfo", "MemAvailable:")
     available = memory.machine if machine is None else machine * 1024
-    if memory.source == "machine":
-        return min(available, memory.limit)
-    group = Path(memory.source).parent
+    limits = memory.limits or ((memory.limit, memory.source),)
+    return max(0, min(available, *(_left(limit, source) for limit, source in limits)))
+
+
+def _left(limit: int, source: str) -> int:
+    """Return what is left below one limit; all of it where nothing says what is taken."""
+    if source == "machine":
+        return limit
+    group = Path(source).parent
     used = _whole(group / "memory.usage_in_bytes")
     prefix = "total_"  # version 1 counts the groups below only in these
     if used is None:
         used, prefix = _whole(group / "memory.current"), ""
     if used is None:
-        return min(available, memory.limit)
+        return limit
     stat = group / "memory.stat"
     droppable = sum(_field(stat, f"{prefix}{kind}_file") or 0 for kind in ("active", "inactive"))
-    return max(0, min(available, memory.limit - used + droppable))
+    return limit - used + droppable
 
 
 def memory_kills(*, proc: Path = _PROC) -> int | None:

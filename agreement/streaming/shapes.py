@@ -61,6 +61,8 @@ class Wishes:
         passes: `--passes`.
         repack: `--repack` or `--no-repack`.
         memory: Bytes that the run may take, `--memory`, instead of what is free.
+        begun: Whether a run goes on, and how its model was read: `fitted` stays as it is, `streamed` keeps a
+            micro-batch of exactly `n_ubatch` tokens, however little memory is left.
     """
 
     n_ubatch: int | None = None
@@ -68,6 +70,7 @@ class Wishes:
     passes: Passes | None = None
     repack: bool | None = None
     memory: int | None = None
+    begun: Literal["fitted", "streamed"] | None = None
 
 
 @dataclass(frozen=True)
@@ -168,16 +171,23 @@ def keep_free(beside: int, host: Host, costs: Costs) -> int:
 
 def candidate(shape: Shape, model: ModelFile, host: Host, work: Work, costs: Costs, wishes: Wishes) -> Candidate | None:
     """Return a shape's memory and bytes; None if it does not fit or is not the micro-batch that was wished for."""
+    kept = wishes.begun == "streamed"
     if wishes.n_ubatch is not None and shape.n_ubatch > wishes.n_ubatch:
+        return None
+    if kept and shape.n_ubatch != wishes.n_ubatch:
         return None
     beside = bytes_beside(shape, work, costs)
     free = keep_free(beside, host, costs)
     left = host.available - beside - free
+    if kept:
+        left = max(0, left)
     if left < 0:
         return None
     wanted = min(left, model.bytes_total) if wishes.hold is None else wishes.hold
     if wishes.hold is not None and wishes.hold > left:
-        return None
+        if not kept:
+            return None
+        wanted = left
     if wishes.hold is None and wanted < LEAST_HOLD:
         wanted = 0
     hold = wanted if host.may_lock is None else min(wanted, host.may_lock)

@@ -11,10 +11,11 @@ import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 from agreement.engine.log import EngineLog
-from agreement.errors import EngineError, KilledForMemoryError
+from agreement.errors import EngineError, KilledForMemoryError, ModelFileError
 from agreement.preflight import Preflight
 from agreement.recording import LogitsMode, Progress, ProgressListener, Vocabulary
 from agreement.records import ChunkSet, EngineOptions, ModelFile, Setting
@@ -153,8 +154,20 @@ class WorkerRunner:
         return result
 
     def hook_difference(self, chunks: ChunkSet, experts: int, *, sampled: bool = False) -> float:
-        """See `FullRunner.hook_difference`."""
-        result: float = self._call("hook_difference", (chunks, experts), {"sampled": sampled})
+        """See `FullRunner.hook_difference`.
+
+        The folder of the sample is made and deleted here: a worker that is killed cannot.
+        """
+        result: float
+        if not sampled:
+            result = self._call("hook_difference", (chunks, experts))
+            return result
+        try:
+            folder = TemporaryDirectory(prefix="agreement-", ignore_cleanup_errors=True)
+        except OSError as error:
+            raise ModelFileError(f"no sample can be made: {error.filename}: {error.strerror}") from error
+        with folder as place:
+            result = self._call("hook_difference", (chunks, experts), {"sampled": True, "folder": Path(place)})
         return result
 
     def run_one_pass(
@@ -246,21 +259,32 @@ class WorkerRunner:
     def _exchange(self, message: tuple[str, Any, Any], progress: ProgressListener, what: str) -> Any:
         last: Progress | None = None
         try:
-            self._pipe.send(message)
+            self._tell(message, what)
             while True:
-                kind, value = self._pipe.recv()
-                if kind == "progress":
-                    last = value
-                    progress(value)
-                elif kind == "error":
-                    raise value
-                else:
+                kind, value = self._answer(what, last)
+                if kind == "error":
+                    break
+                if kind != "progress":
                     return value
-        except (EOFError, ConnectionError):
-            raise self._obituary(what, last) from None
-        except KeyboardInterrupt:
+                last = value
+                progress(value)
+        except BaseException:  # Ctrl-C or the listener's own: the worker is at work, its answer would meet another call
             self.close()
             raise
+        raise value
+
+    def _tell(self, message: tuple[str, Any, Any], what: str) -> None:
+        try:
+            self._pipe.send(message)
+        except ConnectionError:
+            raise self._obituary(what, None) from None
+
+    def _answer(self, what: str, last: Progress | None) -> tuple[str, Any]:
+        try:
+            answer: tuple[str, Any] = self._pipe.recv()
+        except (EOFError, ConnectionError):
+            raise self._obituary(what, last) from None
+        return answer
 
     def _obituary(self, what: str, last: Progress | None) -> EngineError:
         """Return one line on how the worker died: signal or status, where it was, its last words."""
@@ -268,6 +292,8 @@ class WorkerRunner:
         status = process.wait() if process is not None else 0
         where = f"{last.pass_name} after chunk {last.done} of {last.total}" if last else what.replace("_", " ")
         kept = f"its whole log is {self._log_path}; whole chunks are kept, --resume goes on from there"
+        if not self._log_path.with_name("run.json").exists():  # then the log does not stay either
+            kept = "nothing of the run was written yet"
         if status == -signal.SIGKILL and self._kills is not None and (memory_kills() or 0) > self._kills:
             return KilledForMemoryError(
                 f"the system killed the engine's process during {where}, because memory ran out; {kept}"
