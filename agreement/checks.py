@@ -113,10 +113,10 @@ def _load_killed_once(plan: Plan, runner: Runner) -> Plan:
     try:
         _load(plan, runner)
     except KilledForMemoryError as error:
-        if not max(plan.reading.hold, plan.reading.hold_loading):
+        if not plan.reading.hold:
             raise
         note = f"{str(error).partition(';')[0]}; it goes on with nothing of the model held"
-        plan = noted(replace(plan, reading=replace(plan.reading, hold=0, hold_loading=0)), note)
+        plan = noted(replace(plan, reading=replace(plan.reading, hold=0)), note)
         _load(plan, runner)
     return plan
 
@@ -124,12 +124,8 @@ def _load_killed_once(plan: Plan, runner: Runner) -> Plan:
 def _load(plan: Plan, runner: Runner) -> None:
     """Load the engine of the first pass, with that much of the file held that leaves it room."""
     reading = plan.reading
-    if plan.passes == "one":
-        runner.hold(reading.hold_loading, PAGES_BYTES)
-        runner.load(plan.chunks, sum(is_routing(s) for s in plan.settings))
-    else:
-        runner.hold(reading.hold, reading.bytes_beside + PAGES_BYTES)
-        runner.load(plan.chunks, None)
+    runner.hold(reading.hold, reading.bytes_beside + PAGES_BYTES)
+    runner.load(plan.chunks, sum(is_routing(s) for s in plan.settings) if plan.passes == "one" else None)
 
 
 def noted(plan: Plan, note: str) -> Plan:

@@ -12,11 +12,12 @@ from typing import Any
 from agreement.errors import IdentityError, KilledForMemoryError
 from agreement.model_file import model_digest
 from agreement.onepass import PASS_NAME
-from agreement.plan import Plan, is_routing, setting_facts
+from agreement.plan import Plan, is_routing, reading_plan, setting_facts
 from agreement.preflight import Preflight
 from agreement.recording import Progress, load_chunks
-from agreement.records import ModelFile, Setting
+from agreement.records import EngineOptions, ModelFile, Setting
 from agreement.store import BASELINE_PASS, RunStore
+from agreement.streaming import Wishes
 from agreement.streaming.shapes import PAGES_BYTES
 from agreement.summary import READING, READING_BEGUN, READING_NOTE
 from agreement.workers.client import Runner
@@ -63,12 +64,11 @@ def carry_out(run: RunStore, runner: Runner, plan: Plan, listener: Listener) -> 
     try:
         _passes(run, runner, plan, listener)
     except KilledForMemoryError as error:
-        if not streams or not max(plan.reading.hold, plan.reading.hold_loading):
+        if not streams or not plan.reading.hold:
             raise
-        what = str(error).partition(";")[0]
-        _note(run, f"{what}; it goes on with nothing of the model held", listener)
+        _note(run, _nothing_held(error), listener)
         run.add_timing({"pass": READING_BEGUN})
-        _passes(run, runner, replace(plan, reading=replace(plan.reading, hold=0, hold_loading=0)), listener)
+        _passes(run, runner, replace(plan, reading=replace(plan.reading, hold=0)), listener)
     if streams:
         _note_reading(run, runner, plan)
 
@@ -107,10 +107,9 @@ def start_one_pass(run: RunStore, runner: Runner, plan: Plan, listener: Listener
     if plan.reading.fits:
         _preflight(run, runner, listener)
     else:
-        runner.hold(plan.reading.hold_loading, PAGES_BYTES)
+        _hold(run, runner, plan, listener)
         together = tuple(s for s in plan.settings if is_routing(s))
         _keep_preflight(run, runner.check_one_pass(load_chunks(run), together), listener)
-        _hold(run, runner, plan, listener)
     listener.passes(PASS_NAME, plan.chunks.n_chunks)
 
 
@@ -227,3 +226,46 @@ def run_settings(
         _require_unchanged(run, model, digest)
         listener.passes(setting.name, n_chunks)
         run.finish_pass(setting.name, runner.run_setting(run, setting, progress=listener.progress))
+
+
+def compare_settings(
+    run: RunStore,
+    runner: Runner,
+    model: ModelFile,
+    settings: Sequence[Setting],
+    listener: Listener,
+    *,
+    digest: str = "",
+) -> None:
+    """Score settings against a recording, with its micro-batch; of a model that streams hold what memory leaves.
+
+    Raises:
+        KilledForMemoryError: With nothing held.
+    """
+    held = _hold_as_recorded(run, runner, model, settings, listener) if "reading" in run.header["about"] else 0
+    try:
+        run_settings(run, runner, model, settings, listener, digest=digest)
+    except KilledForMemoryError as error:
+        if not held:
+            raise
+        _note(run, _nothing_held(error), listener)  # what was held went with the process
+        run_settings(run, runner, model, settings, listener, digest=digest)
+
+
+def _hold_as_recorded(
+    run: RunStore, runner: Runner, model: ModelFile, settings: Sequence[Setting], listener: Listener
+) -> int:
+    identity = run.header["identity"]
+    options = EngineOptions(**identity["options"])
+    wishes = Wishes(n_ubatch=options.n_ubatch, passes="separate", begun="streamed")
+    logits = identity["recording"]["logits"]
+    reading = reading_plan(model, runner, options, load_chunks(run), settings, wishes, logits)
+    if reading.fits:
+        return 0
+    _note(run, runner.hold(reading.hold, reading.bytes_beside + PAGES_BYTES), listener)
+    return reading.hold
+
+
+def _nothing_held(error: KilledForMemoryError) -> str:
+    what = str(error).partition(";")[0]
+    return f"{what}; it goes on with nothing of the model held"

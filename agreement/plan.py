@@ -173,8 +173,9 @@ def make_plan(
     reading = reading_plan(model, runner, vocabulary.options, cut, settings, wishes, logits)
     if not reading.fits:
         mode, reason = reading.passes, "see reading"
-        engine = runner.configure(reading.options(vocabulary.options), reading.n_sequences)
-        vocabulary = replace(vocabulary, options=engine)
+    engine = reading.options(vocabulary.options)
+    if not reading.fits or engine != vocabulary.options:
+        vocabulary = replace(vocabulary, options=runner.configure(engine, reading.n_sequences))
     kept = top_k or default_top_k(vocabulary.n_vocab, full=logits == "full")
     return Plan(
         model=model,

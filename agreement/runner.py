@@ -68,13 +68,13 @@ class FullRunner(PassRunner):
         """Hold so many bytes of the model's file, more or fewer than before; return a note if it could not be all."""
         if self._before is None:
             self._before = self._own_memory()
-        if self._hold is not None and n_bytes <= self._hold.held:
+        if self._hold is not None and n_bytes < self._hold.asked:
             self._hold.shrink(n_bytes)
             return ""
-        if self._hold is not None:
-            self._hold.close()
-        self._hold = Hold(hold_order(self.model), n_bytes, room=_room, keep_free=keep_free)
-        self._add_note(self._hold.note)
+        if self._hold is None or n_bytes > self._hold.asked:  # the same again would count what is loaded since as taken
+            if self._hold is not None:
+                self._hold.close()
+            self._hold = Hold(hold_order(self.model), n_bytes, room=_room, keep_free=keep_free)
         return self._hold.note
 
     def counters(self) -> Counters:

@@ -18,7 +18,7 @@ from agreement.checks import HALVINGS, check_hook, load_within_memory, noted
 from agreement.chunks import to_arrays
 from agreement.errors import IdentityError, KilledForMemoryError, StoreError, UsageError
 from agreement.onepass import PASS_NAME
-from agreement.passes import SILENT, Listener, carry_out, run_settings
+from agreement.passes import SILENT, Listener, carry_out, compare_settings
 from agreement.plan import ChunkOptions, Passes, Plan, check_settings, is_policy, make_plan
 from agreement.recording import LogitsMode
 from agreement.records import Corpus, EngineOptions, ModelFile, Report, Setting
@@ -130,12 +130,13 @@ def record(
     chunks: ChunkOptions | None = None,
     logits: LogitsMode = "full",
     options: EngineOptions | None = None,
+    wishes: Wishes | None = None,
     resume: bool = False,
     in_process: bool = False,
     listener: Listener = SILENT,
 ) -> RunStore:
     """Record the baseline alone: the first half of `sweep`, with the same arguments; returns the run."""
-    arguments = Request(model, corpus, out, chunks, logits, options, "separate", resume, in_process, listener)
+    arguments = Request(model, corpus, out, chunks, logits, options, "separate", resume, in_process, listener, wishes)
     with prepared(arguments, ()) as job:
         return _carried_out(job, listener)
 
@@ -290,7 +291,7 @@ def compare(
             "options": asdict(vocabulary.options),
         }
         run.require_identity(found, ignore=("chunks", "recording", PASS_NAME))
-        run_settings(run, runner, header, chosen, listener, digest=digest if other else "")
+        compare_settings(run, runner, header, chosen, listener, digest=digest if other else "")
         return finish(run)
 
 

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from agreement.errors import ModelFileError, UsageError
 from agreement.memory import Memory
 from agreement.model_file import read_model_file
+from agreement.preflight import SHORT
 from agreement.records import EngineOptions, ModelFile
 from agreement.streaming import (
     Costs,
@@ -38,6 +39,7 @@ from agreement.streaming import (
     plan_reading,
 )
 from agreement.streaming import hold as hold_module
+from agreement.streaming.shapes import CHECK_TOKENS
 
 PROCESS, PAGES = 48 << 20, 64 << 20  # 50,331,648 and 67,108,864
 COSTS = Costs(activation=9000.0, copied=1000.0, output=0.0, cache=0.0, logits=0.0, coded=0.0, measured=True)
@@ -65,27 +67,26 @@ def test_one_pass_by_hand() -> None:
     assert plan.keep_free == PAGES + 8_000_000 + 16_000_000
     # 800,000,000 - 210,331,648 - 91,108,864
     assert plan.hold == 498_559_488
-    # 800,000,000 - 50,331,648 - 2 x 67,108,864 - 16,000,000
-    assert plan.hold_loading == 599_450_624
-    # the load reads the file once, held or not; the micro-batch what is not held: 10^9 + (10^9 - 498,559,488)
-    assert plan.bytes_expected == 1_501_440_512
-    assert plan.seconds_reading == pytest.approx(7.50720256)
+    # the load reads the file once, held or not; the micro-batch what is not held: 10^9 + (10^9 - 498,559,488); the
+    # three decodes of the preflight touch all of it (8 of 8 experts), of which 800 MB are in memory, each time others
+    assert plan.bytes_expected == 1_501_440_512 + 3 * 200_000_000
+    assert plan.seconds_reading == pytest.approx(10.50720256)
     assert (plan.loads, plan.micro_batches, plan.repack, plan.fits) == (1, 1, False, False)
 
 
 def test_separate_passes_by_hand() -> None:
     plan = plan_reading(a_model(), Host(800_000_000), OPTIONS, WORK, COSTS, Wishes(passes="separate"))
     # 80 MB of activations; 800,000,000 - 130,331,648 - (67,108,864 + 4,000,000 + 16,000,000)
-    assert (plan.n_ubatch, plan.n_batch, plan.hold, plan.hold_loading) == (8000, 8000, 582_559_488, 582_559_488)
-    # hold once, then two loads and two micro-batches of the rest: 4 x 10^9 - 3 x 582,559,488
-    assert plan.bytes_expected == 2_252_321_536
+    assert (plan.n_ubatch, plan.n_batch, plan.hold) == (8000, 8000, 582_559_488)
+    # hold once, then two loads and two micro-batches of the rest: 4 x 10^9 - 3 x 582,559,488; the preflight as above
+    assert plan.bytes_expected == 2_252_321_536 + 600_000_000
     assert (plan.loads, plan.micro_batches) == (2, 2)
 
 
 def test_settings_that_need_a_load_of_their_own_come_on_top() -> None:
     plan = plan_reading(a_model(), Host(800_000_000), OPTIONS, replace(WORK, n_loads=1), COSTS, Wishes(passes="one"))
-    # load and micro-batch of one further pass: 1,501,440,512 + 2 x (10^9 - 498,559,488)
-    assert plan.bytes_expected == 2_504_321_536
+    # load and micro-batch of one further pass: 1,501,440,512 + 2 x (10^9 - 498,559,488); the preflight as above
+    assert plan.bytes_expected == 2_504_321_536 + 600_000_000
 
 
 def test_a_model_that_fits_changes_nothing() -> None:
@@ -131,7 +132,20 @@ def test_few_tokens_touch_few_experts() -> None:
     model = a_model(used=2)
     work = Work(n_chunks=1, n_ctx=1, n_scored=1, n_settings=0)
     plan = plan_reading(model, Host(300_000_000), OPTIONS, work, COSTS, Wishes(hold=0))
-    assert plan.bytes_expected == 10**9 + 325_000_000
+    # three decodes of 16 tokens touch 100 + 900 x (1 - 0.75^16) = 990.98 MB, of which 300 of 1,000 MB are in memory
+    assert plan.bytes_expected == pytest.approx(10**9 + 325_000_000 + 3 * 0.7 * 990_979_664)
+
+
+def test_checks_that_find_their_pages() -> None:
+    # 900 MB of 384 experts, 8 used: 16 tokens touch 100 + 900 x (1 - (376/384)^16) = 357.4 MB, less than the 800 MB
+    # that may be used, so they are read once: the fifth of them that is not in memory
+    model = a_model(n_expert=384, used=8)
+    plan = plan_reading(model, Host(800_000_000), OPTIONS, WORK, COSTS, Wishes(hold=0))
+    assert plan.bytes_expected == pytest.approx(2 * 10**9 + 0.2 * (10**8 + 9 * 10**8 * (1 - (376 / 384) ** 16)), abs=2)
+
+
+def test_checks_are_as_long_as_the_preflight() -> None:
+    assert CHECK_TOKENS == SHORT
 
 
 def test_without_the_right_to_lock() -> None:
@@ -192,9 +206,8 @@ def test_every_plan_keeps_within_memory(total: int, share: float, activation: fl
         assert model.bytes_total + plan.bytes_beside + plan.keep_free <= available
         return
     assert plan.hold + plan.bytes_beside + plan.keep_free <= available
-    assert plan.hold_loading <= available
-    # never fewer than one reading, never more than one a load and micro-batch
-    assert total <= plan.bytes_expected <= total * (plan.loads + plan.micro_batches)
+    # never fewer than one reading, never more than one a load, micro-batch and decode of the preflight
+    assert total <= plan.bytes_expected <= total * (plan.loads + plan.micro_batches + 3)
     less = plan_reading(model, Host(available), OPTIONS, work, costs, Wishes(hold=0))
     assert less.bytes_expected >= plan.bytes_expected
 

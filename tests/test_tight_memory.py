@@ -30,8 +30,8 @@ from small_runs import (
 import agreement.plan as plan_module
 import agreement.runner as runner_module
 import agreement.workers.client as client_module
-from agreement import sweep
-from agreement.errors import EngineError, KilledForMemoryError
+from agreement import compare, record, sweep
+from agreement.errors import EngineError, IdentityError, KilledForMemoryError
 from agreement.passes import Listener
 from agreement.plan import Plan
 from agreement.recording import Progress
@@ -302,6 +302,69 @@ def test_streamed_run_killed_and_resumed(passes: str, qwen: Path, tmp_path: Path
     done = run_command("sweep", qwen, texts, "-o", out, *resumed, "--resume")
     assert done.returncode == 0, done.stderr
     assert snapshot(out) == snapshot(whole)
+
+
+@pytest.mark.parametrize("kills", [0, 1])
+def test_a_recording_of_a_model_that_streams_is_compared_with_a_hold(
+    kills: int,
+    deaths: Callable[[], None],
+    wide: Path,
+    text_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Compared in the recording's micro-batch, so as if all had been one sweep; once more if killed with a hold."""
+    monkeypatch.setattr(plan_module, "memory_available", lambda _memory: MEMORY)
+    monkeypatch.setattr("agreement.streaming.shapes.LEAST_HOLD", 100_000)
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    run_sweep(wide, text_folder, whole, passes="separate", wishes=Wishes())
+    record(wide, text_folder, halves, chunks=SHORT, options=FOUR_AT_A_TIME)
+    held: list[int] = []
+    really_hold = WorkerRunner.hold
+
+    def hold(self: WorkerRunner, n_bytes: int, keep_free: int) -> str:
+        held.append(n_bytes)
+        return really_hold(self, n_bytes, keep_free)
+
+    monkeypatch.setattr(WorkerRunner, "hold", hold)
+    killed: list[Progress] = []
+
+    def progress(told: Progress) -> None:
+        if len(killed) < kills:
+            killed.append(told)
+            deaths()
+
+    notes: list[str] = []
+    compare(halves, experts=(6, 2), listener=Listener(progress=progress, note=notes.append))
+    assert len(held) == 1
+    assert held[0] > 100_000
+    assert len(killed) == kills
+    assert [n.endswith("it goes on with nothing of the model held") for n in notes] == [True] * kills
+    here, there = snapshot(halves), snapshot(whole)
+    assert {n: b for n, b in here.items() if n.endswith(".agr")} == {
+        n: b for n, b in there.items() if n.endswith(".agr")
+    }
+
+
+def test_record_plans_with_given_memory(qwen: Path, text_folder: Path, tmp_path: Path) -> None:
+    arguments = ("-c", "64", "--chunks", "4", "-t", "1", "-q", "--memory", str(MEMORY), "--hold", "0.3M")
+    done = run_command("record", qwen, text_folder, "-o", tmp_path / "run", *arguments)
+    assert done.returncode == 0, done.stderr
+    lines = RunStore.open(tmp_path / "run").header["about"]["reading"]
+    assert any(line.startswith("hold        300 kB of the file locked: as asked") for line in lines)
+
+
+def test_resumed_in_other_passes_says_so(qwen: Path, text_folder: Path, tmp_path: Path) -> None:
+    run_sweep(qwen, text_folder, tmp_path / "run", passes="separate", wishes=Wishes())
+    with pytest.raises(IdentityError, match=r"recording\.passes = separate, now it is one; "):
+        run_sweep(qwen, text_folder, tmp_path / "run", passes="one", wishes=Wishes(), resume=True)
+
+
+def test_wishes_for_a_model_that_fits_are_carried_out(qwen: Path, text_folder: Path, tmp_path: Path) -> None:
+    options = replace(FOUR_AT_A_TIME, repack=True)
+    run_sweep(qwen, text_folder, tmp_path / "run", options=options, wishes=Wishes(n_ubatch=64, repack=False))
+    found = RunStore.open(tmp_path / "run").header["identity"]["options"]
+    assert (found["n_ubatch"], found["repack"]) == (64, False)
 
 
 def test_nobody_counts(qwen: Path, text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

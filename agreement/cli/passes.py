@@ -146,6 +146,7 @@ def sweep_command(
 @options.chunk_options
 @options.recording_options
 @options.engine_options
+@options.reading_options
 @click.option("-q", "--quiet", is_flag=True, help="No plan and no progress.")
 def record_command(model: str, corpus: str, out: Path, quiet: bool, **given: Any) -> None:
     """Record the baseline alone; `agreement compare` scores settings against it later.
@@ -158,6 +159,7 @@ def record_command(model: str, corpus: str, out: Path, quiet: bool, **given: Any
     from agreement.cli.progress import ProgressView
     from agreement.runs import record
 
+    wishes = options.take_wishes(given)
     text = take_corpus(corpus, given)
     with ProgressView(quiet=quiet) as view:
         record(
@@ -166,6 +168,7 @@ def record_command(model: str, corpus: str, out: Path, quiet: bool, **given: Any
             out,
             chunks=_take_chunk_options(given),
             options=options.take_engine_options(given),
+            wishes=wishes,
             listener=view.listener(),
             **given,
         )

@@ -132,8 +132,8 @@ class RunStore:
             IdentityError: Names the first field that differs, with both values.
         """
         ours, theirs = dict(_flatten(self.header["identity"])), dict(_flatten(identity))
-        # Fields that a person gave come before digests of what followed from them.
-        for field in sorted(ours.keys() | theirs.keys(), key=lambda f: (f.endswith("fingerprint"), f)):
+        # Fields that a person gave come before digests and lists of what followed from them.
+        for field in sorted(ours.keys() | theirs.keys(), key=lambda f: (f.endswith("fingerprint") or " " in f, f)):
             if field.split(".")[0] in ignore or ours.get(field) == theirs.get(field):
                 continue
             raise IdentityError(

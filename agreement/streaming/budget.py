@@ -62,7 +62,6 @@ class ReadingPlan:
         n_sequences: Sequences side by side.
         repack: Whether the engine may repack weights.
         hold: Bytes of the file to hold.
-        hold_loading: Bytes to hold until the first large micro-batch: activations are not there yet.
         hold_lost: Bytes more that would be held if the process had the right.
         bytes_beside: Memory the passes take beside the weights.
         keep_free: Memory left alone.
@@ -81,7 +80,6 @@ class ReadingPlan:
     n_sequences: int
     repack: bool
     hold: int
-    hold_loading: int
     hold_lost: int
     bytes_beside: int
     keep_free: int
@@ -100,7 +98,7 @@ class ReadingPlan:
     def options(self, options: EngineOptions) -> EngineOptions:
         """Return engine options that carry out the plan."""
         if self.fits:
-            return options
+            return replace(options, n_ubatch=self.n_ubatch, repack=self.repack)
         return replace(
             options,
             n_batch=self.n_batch,
@@ -219,7 +217,6 @@ def _in_memory(
         n_sequences=shape.sequences,
         repack=repack,
         hold=0,
-        hold_loading=0,
         hold_lost=0,
         bytes_beside=beside,
         keep_free=free,
@@ -253,7 +250,6 @@ def _streamed(
         n_sequences=shape.sequences,
         repack=repack,
         hold=chosen.hold,
-        hold_loading=chosen.hold_loading,
         hold_lost=chosen.lost,
         bytes_beside=chosen.beside,
         keep_free=chosen.free,
@@ -282,8 +278,8 @@ def _streamed(
             Choice(
                 "reading",
                 f"{size_text(chosen.n_bytes)}, {readings:.1f} readings of the file",
-                f"{chosen.loads} loads and {chosen.micro_batches} micro-batches; {_reading_time(seconds, host)}, and "
-                "computing on top",
+                f"{chosen.loads} loads, checks and {chosen.micro_batches} micro-batches; "
+                f"{_reading_time(seconds, host)}, and computing on top",
             ),
         ),
     )

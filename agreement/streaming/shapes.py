@@ -29,6 +29,7 @@ SHARE_FREE = 0.02
 LEAST_HOLD = 32 << 20
 PASSES: tuple[Passes, ...] = ("one", "separate")
 MAX_SEQUENCES = 256  # llama.cpp's LLAMA_MAX_SEQ
+CHECK_TOKENS = 16  # that the preflight decodes of a model that streams, see `agreement.preflight.SHORT`
 _LEAST_PIECE = 64  # tokens of a chunk in a micro-batch; below, a chunk is not cut further
 
 
@@ -117,7 +118,6 @@ class Candidate:
     beside: int
     free: int
     hold: int
-    hold_loading: int
     lost: int
     loads: int
     micro_batches: int
@@ -192,26 +192,26 @@ def candidate(shape: Shape, model: ModelFile, host: Host, work: Work, costs: Cos
         wanted = 0
     hold = wanted if host.may_lock is None else min(wanted, host.may_lock)
     one = shape.passes == "one"
-    # Activations are not there yet while the model is loaded and checked, so more can be held then.
-    early = 0 if wanted == 0 and wishes.hold is not None else _early_hold(model, host, wishes, hold) if one else hold
-    together = 1 if one else 0  # loads before the first large micro-batch
     apart = work.n_loads if one else 1 + work.n_settings + work.n_loads  # loads with a pass of their own
     micro_batches = apart * (_apart(shape, work) if one else shape).micro_batches(work.n_ctx)
     if one:
         micro_batches += shape.micro_batches(work.n_ctx)
     scanned = max(0, _touched(model, shape.n_ubatch) - hold)
-    loading = together * (model.bytes_total - early) + apart * (model.bytes_total - hold)
-    n_bytes = early + loading + micro_batches * scanned
-    return Candidate(shape, beside, free, hold, early, wanted - hold, together + apart, micro_batches, n_bytes)
+    loads = apart + int(one)
+    checking = _checked(model, host.available)
+    n_bytes = hold + loads * (model.bytes_total - hold) + checking + micro_batches * scanned
+    return Candidate(shape, beside, free, hold, wanted - hold, loads, micro_batches, n_bytes)
 
 
-def _early_hold(model: ModelFile, host: Host, wishes: Wishes, hold: int) -> int:
-    """Return the bytes to hold until the first large micro-batch."""
-    if wishes.hold is not None:
-        return hold
-    spare = host.available - PROCESS_BYTES - 2 * PAGES_BYTES - math.ceil(SHARE_FREE * host.available)
-    limit = model.bytes_total if host.may_lock is None else host.may_lock
-    return max(hold, min(spare, limit, model.bytes_total))
+def _checked(model: ModelFile, available: int) -> int:
+    """Return the bytes that the preflight reads: three decodes of few tokens, after a load.
+
+    What of the file is in memory then, locked or lately read, need not be read again; the second and third decode find
+    what the first has read, if memory has room for it.
+    """
+    touched = _touched(model, CHECK_TOKENS)
+    missing = max(0.0, 1 - available / model.bytes_total) if model.bytes_total else 0.0
+    return math.ceil(touched * missing) * (1 if touched <= available else 3)
 
 
 def _apart(shape: Shape, work: Work) -> Shape:
