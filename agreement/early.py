@@ -11,18 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from agreement.errors import GateError, UsageError
+from agreement.errors import GateError, KilledForMemoryError, UsageError
 from agreement.model_file import read_model_file
 from agreement.onepass import one_pass_layout
-from agreement.passes import SILENT, Listener, finish_one_pass, start_one_pass
+from agreement.passes import SILENT, Listener, finish_one_pass, note_reading, nothing_held, start_one_pass
 from agreement.plan import ChunkOptions, Plan, check_settings, is_routing
 from agreement.recording import load_chunks, stored_scores
 from agreement.records import EngineOptions, Judgement, ModelFile, Requirement, Setting
 from agreement.runs import CorpusSource, Request, prepared
 from agreement.scoring import count_chunk
 from agreement.sequential import SequentialTest, State
+from agreement.store import RunStore
+from agreement.workers.client import Runner
 
 Looked = Callable[[State], None]
 
@@ -91,25 +93,22 @@ def sequential_gate(
         _test(len(plan.chunks.cluster_names), requirement, confidence)
         listener.plan(plan)
 
-    cutting = replace(cutting, n_chunks=max_clusters)
+    cutting = replace(cutting, n_chunks=max_clusters, one_each=True)
     heard = replace(listener, plan=planned)
     request = Request(model, corpus, out, cutting, "full", options, "one", resume, in_process, heard)
     with prepared(request, (setting,)) as job:
         run, runner, plan = job.run, job.runner, job.plan
         windows = load_chunks(run)
-        # Every document gives one window before any gives a second, so the first windows are of different documents.
         n_clusters = len(windows.cluster_names)
         test = _test(n_clusters, requirement, confidence)
-        start_one_pass(run, runner, plan, listener)
         options, decoded = plan.vocabulary.options, 0
         # Chunks that share a micro-batch come together: one after the other each would decode those before it again.
         block = one_pass_layout(1, windows.n_chunks, windows.n_ctx, options.n_ubatch).chunks_per_block
+        passes = _Passes(run, runner, plan, listener)
         for look in range(1, n_clusters + 1):
             if look > decoded:
                 decoded = min(n_clusters, decoded + block)
-                facts = runner.run_one_pass(
-                    run, (setting,), logits=plan.logits, top_k=plan.top_k, n_chunks=decoded, progress=listener.progress
-                )
+                facts = passes.decode(setting, decoded)
             counts = count_chunk(stored_scores(run, setting.name, look - 1))
             verdict = test.update(counts.n_agree, counts.n)
             looked(test.state)
@@ -119,7 +118,42 @@ def sequential_gate(
             test.finish()
         if test.state.clusters == windows.n_chunks:
             finish_one_pass(run, facts)
+        if not plan.reading.fits:
+            note_reading(run, runner, plan)
     return Early(test.judgement(), test.state, test.assumption)
+
+
+class _Passes:
+    """The one pass of a gate, piece by piece; if its process is killed for memory, once more with nothing held."""
+
+    def __init__(self, run: RunStore, runner: Runner, plan: Plan, listener: Listener) -> None:
+        self._run, self._runner, self._plan, self._listener = run, runner, plan, listener
+        self._begun = False
+
+    def decode(self, setting: Setting, n_chunks: int) -> dict[str, dict[str, Any]]:
+        """Decode the first `n_chunks` chunks; what is there already is kept."""
+        try:
+            return self._decode(setting, n_chunks)
+        except KilledForMemoryError as error:
+            if self._plan.reading.fits or not self._plan.reading.hold:
+                raise
+            self._plan = nothing_held(self._run, self._plan, error, self._listener)
+            self._begun = False
+            return self._decode(setting, n_chunks)
+
+    def _decode(self, setting: Setting, n_chunks: int) -> dict[str, dict[str, Any]]:
+        plan, listener = self._plan, self._listener
+        if not self._begun:
+            start_one_pass(self._run, self._runner, plan, listener)
+            self._begun = True
+        return self._runner.run_one_pass(
+            self._run,
+            (setting,),
+            logits=plan.logits,
+            top_k=plan.top_k,
+            n_chunks=n_chunks,
+            progress=listener.progress,
+        )
 
 
 def _check_beside(setting: Setting, model: ModelFile) -> None:

@@ -66,11 +66,9 @@ def carry_out(run: RunStore, runner: Runner, plan: Plan, listener: Listener) -> 
     except KilledForMemoryError as error:
         if not streams or not plan.reading.hold:
             raise
-        _note(run, _nothing_held(error), listener)
-        run.add_timing({"pass": READING_BEGUN})
-        _passes(run, runner, replace(plan, reading=replace(plan.reading, hold=0)), listener)
+        _passes(run, runner, nothing_held(run, plan, error, listener), listener)
     if streams:
-        _note_reading(run, runner, plan)
+        note_reading(run, runner, plan)
 
 
 def _passes(run: RunStore, runner: Runner, plan: Plan, listener: Listener) -> None:
@@ -137,7 +135,7 @@ def _note(run: RunStore, text: str, listener: Listener) -> None:
         run.add_timing({"pass": READING_NOTE, "text": text})
 
 
-def _note_reading(run: RunStore, runner: Runner, plan: Plan) -> None:
+def note_reading(run: RunStore, runner: Runner, plan: Plan) -> None:
     """Put what was really read and taken beside the plan, for a model that streams from disk."""
     found, reading = runner.counters(), plan.reading
     for text in found.notes:  # told with the progress already
@@ -248,7 +246,7 @@ def compare_settings(
     except KilledForMemoryError as error:
         if not held:
             raise
-        _note(run, _nothing_held(error), listener)  # what was held went with the process
+        _note_nothing_held(run, error, listener)  # what was held went with the process
         run_settings(run, runner, model, settings, listener, digest=digest)
 
 
@@ -266,6 +264,13 @@ def _hold_as_recorded(
     return reading.hold
 
 
-def _nothing_held(error: KilledForMemoryError) -> str:
+def nothing_held(run: RunStore, plan: Plan, error: KilledForMemoryError, listener: Listener) -> Plan:
+    """Return the plan with nothing held, after the process that held it was killed for memory; tell and keep why."""
+    _note_nothing_held(run, error, listener)
+    run.add_timing({"pass": READING_BEGUN})
+    return replace(plan, reading=replace(plan.reading, hold=0))
+
+
+def _note_nothing_held(run: RunStore, error: KilledForMemoryError, listener: Listener) -> None:
     what = str(error).partition(";")[0]
-    return f"{what}; it goes on with nothing of the model held"
+    _note(run, f"{what}; it goes on with nothing of the model held", listener)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -53,6 +54,7 @@ class ChunkOptions:
         n_chunks: At most so many chunks, None for all.
         first: First scored position, None for half the window.
         seed: Seed of the selection of chunks and of the resampling.
+        one_each: At most one chunk a document.
     """
 
     chunking: Chunking = "document"
@@ -60,6 +62,7 @@ class ChunkOptions:
     n_chunks: int | None = 64
     first: int | None = None
     seed: int = 0
+    one_each: bool = False
 
 
 @dataclass(frozen=True)
@@ -158,15 +161,19 @@ def make_plan(
         joined and vocabulary.bos is not None
     ):  # that tool's tokeniser puts BOS before the text, which shifts every window
         tokens = (np.concatenate([np.array([vocabulary.bos], np.int32), tokens[0]]),)
-    cut = chunking.cut(
+    windows = partial(
+        chunking.cut,
         list(zip(names, tokens, strict=True)),
         n_ctx=options.n_ctx,
         chunking=options.chunking,
-        n_chunks=options.n_chunks,
         seed=options.seed,
         first=options.first,
         bos=vocabulary.bos,
     )
+    cut = windows(n_chunks=options.n_chunks)
+    if options.one_each and cut.n_chunks > len(cut.cluster_names):
+        # Every document gives one window before any gives a second.
+        cut = windows(n_chunks=len(cut.cluster_names))
     mode, reason = choose_passes(passes, settings, model)
     decided = mode if passes != "auto" or any(is_policy(s) for s in settings) else None
     wishes = replace(wishes or Wishes(), passes=None if decided == "auto" else decided)

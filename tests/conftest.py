@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import models
 import pytest
 from hypothesis import settings
 from small_runs import write_corpus
+
+import agreement.workers.client as client_module
+from agreement.workers.client import WorkerRunner
 
 settings.register_profile("agreement", deadline=None)  # a busy machine is no failure
 settings.load_profile("agreement")
@@ -31,3 +35,26 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder of four texts of about 500 tokens each, to be read only."""
     return write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
+
+
+@pytest.fixture
+def deaths(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Return a function that kills this process's worker and lets the kernel have counted it as out of memory."""
+    counted = [7]
+    workers: list[WorkerRunner] = []
+    really_spawn = WorkerRunner._spawn  # to know the worker that lives
+
+    def spawn(self: WorkerRunner) -> None:
+        really_spawn(self)
+        workers.append(self)
+
+    def kill() -> None:
+        counted[0] += 1
+        process = workers[-1]._process  # the same
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    monkeypatch.setattr(client_module, "memory_kills", lambda: counted[0])
+    monkeypatch.setattr(WorkerRunner, "_spawn", spawn)
+    return kill

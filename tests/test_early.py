@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,17 @@ import pytest
 from click.testing import CliRunner
 
 import agreement
+import agreement.plan as plan_module
 from agreement.cli import main
 from agreement.early import Early, sequential_gate
-from agreement.errors import GateError, UsageError
+from agreement.errors import GateError, KilledForMemoryError, UsageError
+from agreement.passes import Listener
 from agreement.plan import ChunkOptions
+from agreement.recording import Progress
 from agreement.records import EngineOptions, Verdict
 from agreement.requirements import parse_requirement
 from agreement.settings import experts_setting
+from agreement.store import RunStore
 
 # Another batch shape than that of separate passes gives the same logits only without flash attention.
 EXACT = EngineOptions(n_threads=2, flash_attn="off", repack=False)
@@ -43,9 +48,8 @@ def early(place: Path, out: Path, requirement: str, **extra: Any) -> Early:
         parse_requirement(requirement),
         experts_setting(7),
         out,
-        max_clusters=30,
         chunks=CUT,
-        **{"options": EXACT, "in_process": True, **extra},
+        **{"max_clusters": 30, "options": EXACT, "in_process": True, **extra},
     )
 
 
@@ -89,6 +93,44 @@ def test_no_chunk_is_decoded_twice(place: Path, tmp_path: Path) -> None:
     tokens = [json.loads(line)["tokens"] for line in lines]
     assert tokens == [1024] * -(-found.state.clusters // 4)
     assert found.state == early(place, tmp_path / "b", "experts=7 agreement>=30%").state
+
+
+def test_a_document_gives_one_chunk(place: Path, tmp_path: Path) -> None:
+    """More windows than documents: those that no look would reach are not planned for."""
+    found = early(place, tmp_path / "run", "experts=7 agreement>=30%", max_clusters=60)
+    run = RunStore.open(tmp_path / "run")
+    assert run.n_chunks == 30
+    assert found.state.max_clusters == 30
+
+
+@pytest.mark.parametrize("kills", [1, 2])
+def test_killed_for_memory(
+    kills: int, place: Path, deaths: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once with part of the model held: it goes on with nothing held and the same numbers.  Twice: one line."""
+    monkeypatch.setattr(plan_module, "memory_available", lambda _memory: 121_900_000)
+    monkeypatch.setattr("agreement.streaming.shapes.LEAST_HOLD", 10_000)
+    extra: dict[str, Any] = {"in_process": False}
+    whole = early(place, tmp_path / "whole", "experts=7 agreement>=30%", **extra)
+    killed: list[Progress] = []
+    notes: list[str] = []
+
+    def progress(told: Progress) -> None:
+        if len(killed) < kills:
+            killed.append(told)
+            deaths()
+
+    extra["listener"] = Listener(progress=progress, note=notes.append)
+    if kills == 2:
+        with pytest.raises(KilledForMemoryError, match="whole chunks are kept"):
+            early(place, tmp_path / "run", "experts=7 agreement>=30%", **extra)
+    else:
+        found = early(place, tmp_path / "run", "experts=7 agreement>=30%", **extra)
+        assert found == whole
+        timings = (tmp_path / "run" / "timings.jsonl").read_text(encoding="utf-8").splitlines()
+        (reading,) = [entry for entry in map(json.loads, timings) if entry["pass"] == "reading"]
+        assert reading["bytes_planned"] > 0
+    assert [n.endswith("it goes on with nothing of the model held") for n in notes] == [True]
 
 
 def test_refusals(place: Path, tmp_path: Path) -> None:

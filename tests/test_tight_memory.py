@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -135,29 +135,6 @@ def test_run_that_lets_go_ends_with_the_same_bytes(
 
 
 # --- killed for memory ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def deaths(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """Return a function that kills this process's worker and lets the kernel have counted it as out of memory."""
-    counted = [7]
-    workers: list[WorkerRunner] = []
-    really_spawn = WorkerRunner._spawn  # to know the worker that lives
-
-    def spawn(self: WorkerRunner) -> None:
-        really_spawn(self)
-        workers.append(self)
-
-    def kill() -> None:
-        counted[0] += 1
-        process = workers[-1]._process  # the same
-        if process is not None:
-            process.kill()
-            process.wait()
-
-    monkeypatch.setattr(client_module, "memory_kills", lambda: counted[0])
-    monkeypatch.setattr(WorkerRunner, "_spawn", spawn)
-    return kill
 
 
 @pytest.mark.parametrize("passes", ["one", "separate"])
