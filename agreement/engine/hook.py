@@ -5,7 +5,10 @@ error if the engine did not show what the hook relies on.
 
 llama.cpp calls `cb_eval` for every node of its graph: first to ask whether the data is wanted, then, if so, with the
 node computed.  Nodes are named `NAME-LAYER`.  This one wants `ffn_moe_weights-LAYER`: the gate values of the selected
-experts before any normalisation, so that zeroing a column is the same as never having selected that expert.
+experts before any normalisation, so that zeroing a column is the same as never having selected that expert.  Where the
+gate is a softmax over the selected experts, that node holds scores; a silenced one becomes -inf, and the softmax that
+follows, `ffn_moe_weights_softmax-LAYER`, is computed again over the columns that are left (see
+`agreement.engine.softmax`).
 
 What depends on the build or the model is not assumed but learned from one token decoded after loading (`learn`): which
 layers have the node, how many experts it holds, whether a softmax over the selected experts follows it.  Each later
@@ -14,16 +17,16 @@ decode must show the same, or it is an error.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from agreement.engine.softmax import RowSoftmax, engine_softmax
+from agreement.engine.tensors import TensorLayout, Tensors
 from agreement.errors import EngineError, SettingError
 from agreement.records import Float32Array
 from agreement.routing import Policy, drop_experts
@@ -32,118 +35,6 @@ WEIGHTS = b"ffn_moe_weights-"
 SOFTMAX = b"ffn_moe_weights_softmax-"
 RANKED = b"ffn_moe_argsort-"
 _PREFIX = b"ffn_moe_"
-_F32 = 0  # GGML_TYPE_F32
-_LIBRARY_NAMES = ("libggml-base.so", "libggml-base.dylib", "ggml-base.dll", "libggml-base.dll")
-
-
-class _TensorHead(ctypes.Structure):
-    """The first fields of `ggml_tensor`: all that no exported function tells.
-
-    The layout is checked against `ggml_nelements` and `ggml_nbytes` before it is believed.
-    """
-
-    _fields_ = (
-        ("type", ctypes.c_int32),
-        ("buffer", ctypes.c_void_p),
-        ("ne", ctypes.c_int64 * 4),
-        ("nb", ctypes.c_size_t * 4),
-    )
-
-
-@dataclass(frozen=True)
-class TensorLayout:
-    """Where the gate values lie in a node's memory.
-
-    Attributes:
-        ne: Elements along each dimension, the fastest first: (1, n_used, n_tokens, 1).
-        nb: Bytes from one element to the next along each.
-        n_bytes: Bytes from the first element to the end of the last.
-    """
-
-    ne: tuple[int, int, int, int]
-    nb: tuple[int, int, int, int]
-    n_bytes: int
-
-    def rows(self, buffer: NDArray[np.uint8]) -> Float32Array:
-        """Return a writable (n_tokens, n_used) float32 view of `buffer`, which holds `n_bytes` bytes of the node.
-
-        Raises:
-            EngineError: The node is not of a shape that this hook knows.
-        """
-        n_one, n_used, n_tokens, n_more = self.ne
-        if n_one != 1 or n_more != 1:
-            raise EngineError(f"router weights have the unknown shape {self.ne}; run separate passes")
-        if any(stride % 4 for stride in self.nb[1:3]):
-            raise EngineError(f"router weights have the unknown strides {self.nb}; run separate passes")
-        view: Float32Array = np.lib.stride_tricks.as_strided(
-            buffer.view(np.float32), (n_tokens, n_used), (self.nb[2], self.nb[1])
-        )
-        return view
-
-
-class Tensors:
-    """Reading and writing graph nodes on whatever backend holds them, through exported functions of `ggml-base`."""
-
-    def __init__(self, llama: Any) -> None:
-        self._name = _function(llama, "ggml_get_name", ctypes.c_char_p, ctypes.c_void_p)
-        self._n_bytes = _function(llama, "ggml_nbytes", ctypes.c_size_t, ctypes.c_void_p)
-        self._n_elements = _function(llama, "ggml_nelements", ctypes.c_int64, ctypes.c_void_p)
-        transfer = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t)
-        self._get = _function(llama, "ggml_backend_tensor_get", None, *transfer)
-        self._set = _function(llama, "ggml_backend_tensor_set", None, *transfer)
-
-    def name(self, tensor: int) -> bytes:
-        """Return a node's name."""
-        name: bytes = self._name(tensor)
-        return name
-
-    def layout(self, tensor: int) -> TensorLayout:
-        """Return where a node's float32 values lie.
-
-        Raises:
-            EngineError: It holds something else, or this build keeps its nodes in another way.
-        """
-        head = _TensorHead.from_address(tensor)
-        ne, nb = tuple(head.ne), tuple(head.nb)
-        n_bytes, n_elements = int(self._n_bytes(tensor)), int(self._n_elements(tensor))
-        spanned = 4 + sum((n - 1) * stride for n, stride in zip(ne, nb, strict=True)) if n_elements else 0
-        if head.type != _F32 or int(np.prod(ne)) != n_elements or spanned != n_bytes:
-            raise EngineError(
-                f"{self.name(tensor).decode(errors='replace')} is not the float32 tensor that the router hook knows "
-                f"(type {head.type}, {ne}, {n_bytes} bytes); run separate passes"
-            )
-        return TensorLayout(ne, nb, n_bytes)
-
-    def read(self, tensor: int, n_bytes: int) -> NDArray[np.uint8]:
-        """Return the first `n_bytes` bytes of a node's data."""
-        buffer = np.empty(n_bytes, np.uint8)
-        self._get(tensor, buffer.ctypes.data, 0, n_bytes)
-        return buffer
-
-    def write(self, tensor: int, buffer: NDArray[np.uint8]) -> None:
-        """Overwrite the first bytes of a node's data."""
-        self._set(tensor, buffer.ctypes.data, 0, buffer.nbytes)
-
-
-def _function(llama: Any, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
-    """Return an exported function of `ggml-base`.
-
-    A handle also finds the symbols of the libraries it depends on, except on Windows; there, and should a build hide
-    them, the library is opened by its file beside llama.cpp's own.
-
-    Raises:
-        EngineError: Neither place has it.
-    """
-    prototype = ctypes.CFUNCTYPE(result, *arguments)
-    library = llama._lib  # noqa: SLF001  # the binding offers no other way to the library's functions
-    try:
-        return prototype((name, library))
-    except AttributeError:
-        folder = Path(str(library._name)).parent  # noqa: SLF001  # ctypes keeps the path under this name
-    for path in (folder / file for file in _LIBRARY_NAMES):
-        with suppress(OSError, AttributeError):  # another system's file name, or a library without the symbol
-            return prototype((name, ctypes.CDLL(str(path))))
-    raise EngineError(f"the engine's libraries do not offer {name}, so no router can be reached; run separate passes")
 
 
 @dataclass(frozen=True)
@@ -193,6 +84,8 @@ class RouterHook:
         self.layers: dict[int, RoutedLayer] = {}
         self.kept: list[Kept] = []
         self._tensors: Any = tensors if tensors is not None else Tensors(llama)
+        self._llama = llama
+        self._row_softmax: RowSoftmax | None = None
         self._error: BaseException | None = None
         self._active = False
         self._clear([])
@@ -206,6 +99,7 @@ class RouterHook:
         self._n_used: dict[int, int] = {}
         self._softmax: set[int] = set()
         self._ranked: set[int] = set()
+        self._kept_scores: dict[int, tuple[Float32Array, NDArray[np.bool_]]] = {}
 
     def learn(self, decode_one: Callable[[], None]) -> None:
         """Watch one token go through the graph and note what its layers look like.
@@ -232,6 +126,8 @@ class RouterHook:
         self.layers = {
             layer: RoutedLayer(self._n_used[layer], n, layer in self._softmax) for layer, n in self._calls.items()
         }
+        if self._softmax:
+            self._row_softmax = engine_softmax(self._llama)
 
     def check(self, policies: Sequence[Policy | None]) -> None:
         """Refuse policies that keep more experts than the model selects.
@@ -313,7 +209,11 @@ class RouterHook:
         try:
             if ask:
                 return self._asked(self._tensors.name(tensor))
-            self._change(tensor)
+            layer = _layer(self._tensors.name(tensor), WEIGHTS)
+            if layer is None:
+                self._normalise(tensor)
+            else:
+                self._change(tensor, layer)
         except BaseException as error:  # noqa: BLE001  # Ctrl-C arrives here too, and ctypes would swallow it
             self._error = error
             return False
@@ -326,12 +226,10 @@ class RouterHook:
             layer = _layer(name, prefix)
             if layer is not None:
                 seen.add(layer)
-        return _layer(name, WEIGHTS) is not None
+        return _layer(name, WEIGHTS) is not None or _layer(name, SOFTMAX) in self._kept_scores
 
-    def _change(self, tensor: int) -> None:
-        """Drop what the policies drop from one node."""
-        layer = _layer(self._tensors.name(tensor), WEIGHTS)
-        assert layer is not None
+    def _change(self, tensor: int, layer: int) -> None:
+        """Drop what the policies drop from one layer's node."""
         layout: TensorLayout = self._tensors.layout(tensor)
         _, n_used, n_rows, _ = layout.ne
         self._calls[layer] = self._calls.get(layer, 0) + 1
@@ -349,6 +247,10 @@ class RouterHook:
             self._policy_of_sequence[sequence_of_row],
             softmax_after=self.layers[layer].softmax_after,
         )
+        if layer in self._kept_scores:
+            raise EngineError(f"layer {layer} routes twice before its softmax; run separate passes")
+        if self.layers[layer].softmax_after and self._row_softmax is not None and self._tensors.on_host(tensor):
+            self._kept_scores[layer] = changed, np.isneginf(weights) | ~np.isneginf(changed)
         weights[:] = changed
         self._tensors.write(tensor, buffer)
         n_sequences = len(self._policy_of_sequence)
@@ -357,6 +259,27 @@ class RouterHook:
         for total, n, k in zip(self.kept, rows, kept, strict=False):
             total.rows += int(n)
             total.kept += int(k)
+
+    def _normalise(self, tensor: int) -> None:
+        """Compute the softmax of the rows that lost experts as if only those kept had been selected."""
+        layer = _layer(self._tensors.name(tensor), SOFTMAX)
+        assert layer is not None
+        assert self._row_softmax is not None
+        (scores, kept), layout = self._kept_scores.pop(layer), self._tensors.layout(tensor)
+        buffer = self._tensors.read(tensor, layout.n_bytes)
+        shares = layout.rows(buffer)
+        if shares.shape != scores.shape:
+            raise EngineError(
+                f"the softmax of layer {layer} has the shape {shares.shape}, its scores {scores.shape}; "
+                "run separate passes"
+            )
+        n_kept = kept.sum(axis=1)
+        for k in np.unique(n_kept[n_kept < scores.shape[1]]):
+            rows = np.flatnonzero(n_kept == k)
+            part = np.zeros((len(rows), scores.shape[1]), np.float32)
+            part[kept[rows]] = self._row_softmax(scores[rows][kept[rows]].reshape(-1, k)).ravel()
+            shares[rows] = part
+        self._tensors.write(tensor, buffer)
 
     def _rows(self, n_rows: int, layer: int) -> NDArray[np.intp]:
         """Return the sequence of each row: all tokens, or in the last layer only those whose logits are asked for."""
