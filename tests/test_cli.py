@@ -167,6 +167,29 @@ def test_differences_are_paired(place: Path) -> None:
     assert "experts=7, experts=2" in missing.output
 
 
+def test_differences_for_programs(place: Path) -> None:
+    """One JSON document and one CSV table, whatever is asked for beside the reports."""
+    one, both = [place / "run"], [place / "run", place / "run"]
+    extra = ("--against", "experts=7", "--format")
+    found = json.loads(run("table", *one, *extra, "json").output)
+    plain = json.loads(run("table", *one, "--format", "json").output)
+    (difference,) = found.pop("differences")
+    assert found == plain
+    assert (difference["setting"], difference["against"]) == ("experts=2", "experts=7")
+    several = json.loads(run("table", *both, *extra, "json").output)["reports"]
+    assert [report["differences"] for report in several] == [[difference], [difference]]
+    rows = list(csv.DictReader(io.StringIO(run("table", *one, *extra, "csv").output)))
+    assert [(r["metric"], float(r["value"])) for r in rows] == [
+        (name, difference[name]["value"]) for name in ("agreement", "log_ppl", "kld")
+    ]
+    joined = list(csv.DictReader(io.StringIO(run("table", *both, *extra, "csv").output)))
+    assert joined == [{"run": "run", **row} for row in rows] * 2
+    text = run("table", *both, *extra, "text").output
+    assert text.count("minus experts=7") == 2
+    refused = run("table", *one, *extra, "html")
+    assert (refused.exit_code, refused.output.strip()) == (1, "Error: html shows no differences; use --format markdown")
+
+
 @pytest.mark.parametrize(
     ("requirement", "code", "word"),
     [

@@ -22,7 +22,11 @@ _METHODS = ["auto", "studentised", "score", "percentile", "bca", "t"]
 @click.option("--format", "form", type=click.Choice(_FORMATS), default="text", show_default=True, help="Output format.")
 @click.option("--confidence", type=float, default=0.95, show_default=True, help="Confidence of every interval.")
 @click.option("--method", type=click.Choice(_METHODS), default="auto", show_default=True, help="Interval method.")
-@click.option("--against", metavar="SETTING", help="Also show every other setting minus this one, paired by document.")
+@click.option(
+    "--against",
+    metavar="SETTING",
+    help="Also show every other setting minus this one, paired by document; in csv, that alone.",
+)
 def table_command(runs: tuple[Path, ...], form: Format, confidence: float, method: Method, against: str | None) -> None:
     """Print the agreement-vs-experts table of one or more runs, or of report.json files.
 
@@ -32,7 +36,6 @@ def table_command(runs: tuple[Path, ...], form: Format, confidence: float, metho
     """
     from agreement.analysis import differences
     from agreement.errors import StoreError
-    from agreement.report import render_differences
     from agreement.summary import load_counts, load_report
 
     reports = [load_report(run, confidence=confidence, method=method) for run in runs]
@@ -41,8 +44,6 @@ def table_command(runs: tuple[Path, ...], form: Format, confidence: float, metho
             raise StoreError(f"{run}: no setting has finished; add one with `agreement compare`, or --resume the sweep")
     # Worked out before anything is shown: a table cut off by an error would look complete.
     paired = (
-        [] if against is None else [differences(load_counts(run)[0], against, confidence=confidence) for run in runs]
+        None if against is None else [differences(load_counts(run)[0], against, confidence=confidence) for run in runs]
     )
-    show_reports(reports, form)
-    for rows in paired:
-        click.echo(render_differences(rows, form), nl=False)
+    show_reports(reports, form, paired)

@@ -8,6 +8,7 @@ import json
 from typing import TYPE_CHECKING, Literal, get_args
 
 from agreement.errors import UsageError
+from agreement.report.differences import difference_as_dict
 from agreement.report.differences import differences_text as render_differences
 from agreement.report.judgements import JUDGEMENT_FORMATS, JudgementFormat, render_judgements
 from agreement.report.machine import as_csv, as_dict, as_json, read_report
@@ -18,7 +19,7 @@ from agreement.report.text import text
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from agreement.records import Report
+    from agreement.records import Difference, Report
 
 Format = Literal["text", "markdown", "csv", "json", "html"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -34,6 +35,7 @@ __all__ = [
     "render_differences",
     "render_judgements",
     "render_many",
+    "render_paired",
 ]
 
 
@@ -72,11 +74,44 @@ def render_many(reports: Sequence[Report], format: Format = "text", *, width: in
     if format == "json":
         return json.dumps({"reports": [as_dict(report) for report in reports]}, indent=2, allow_nan=False) + "\n"
     if format == "csv":
-        sink = io.StringIO()
-        lines = csv.writer(sink, lineterminator="\n")
-        for index, report in enumerate(reports):
-            header, *rows = csv.reader(io.StringIO(as_csv(report)))
-            lines.writerows([["run", *header]] if index == 0 else [])
-            lines.writerows([report.title, *row] for row in rows)
-        return sink.getvalue()
+        return _joined_csv([(report.title, as_csv(report)) for report in reports])
     return "\n".join(render(report, format, width=width) for report in reports)
+
+
+def render_paired(
+    reports: Sequence[Report],
+    paired: Sequence[Sequence[Difference]],
+    format: Format = "text",  # noqa: A002 - the option's name
+    *,
+    width: int | None = None,
+) -> str:
+    """Return reports and the paired differences of each in one output.
+
+    JSON is the object of `render` or `render_many` with a list `differences` in each report.  CSV, which is one table,
+    is the differences alone.  Otherwise each report is followed by its differences.
+
+    Raises:
+        UsageError: `html`, which shows no differences.
+    """
+    both = list(zip(reports, paired, strict=True))
+    if format == "html":
+        raise UsageError("html shows no differences; use --format markdown")
+    if format == "json":
+        found = [{**as_dict(report), "differences": [difference_as_dict(row) for row in rows]} for report, rows in both]
+        whole = found[0] if len(found) == 1 else {"reports": found}
+        return json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    if format == "csv":
+        tables = [(report.title, render_differences(rows, format)) for report, rows in both]
+        return tables[0][1] if len(tables) == 1 else _joined_csv(tables)
+    return "\n".join(render(report, format, width=width) + render_differences(rows, format) for report, rows in both)
+
+
+def _joined_csv(tables: Sequence[tuple[str, str]]) -> str:
+    """Return titled CSV tables of the same columns as one, with a column `run` in front."""
+    sink = io.StringIO()
+    lines = csv.writer(sink, lineterminator="\n")
+    for index, (title, table) in enumerate(tables):
+        header, *rows = csv.reader(io.StringIO(table))
+        lines.writerows([["run", *header]] if index == 0 else [])
+        lines.writerows([title, *row] for row in rows)
+    return sink.getvalue()

@@ -1,6 +1,6 @@
-"""Paired differences between settings, and several reports in one output.
+"""Paired differences between settings.
 
-In: `Difference` records or reports.  Out: one string.
+In: `Difference` records.  Out: one string, or plain values for JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def differences_text(rows: Sequence[Difference], form: Format) -> str:
         form: `markdown` gives a Markdown table, `csv` and `json` full precision, anything else aligned text.
     """
     if form == "json":
-        return json.dumps([_as_dict(row) for row in rows], indent=1, allow_nan=False) + "\n"
+        return json.dumps([difference_as_dict(row) for row in rows], indent=1, allow_nan=False) + "\n"
     if form == "csv":
         lines = ["setting,against,metric,value,low,high,confidence"]
         for row in rows:
@@ -53,7 +53,8 @@ def _metrics(row: Difference) -> dict[str, Estimate]:
     return {"agreement": row.agreement, "log_ppl": row.log_ppl, "kld": row.kld}
 
 
-def _as_dict(row: Difference) -> dict[str, object]:
+def difference_as_dict(row: Difference) -> dict[str, object]:
+    """Return a difference as plain values that JSON can hold."""
     found: dict[str, object] = {"setting": row.setting, "against": row.against}
     for metric, e in _metrics(row).items():
         found[metric] = {"value": e.value, "low": e.low, "high": e.high, "confidence": e.confidence, "note": e.note}
