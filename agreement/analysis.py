@@ -150,9 +150,11 @@ def differences(run: RunCounts, against: str, *, confidence: float = DEFAULT_CON
     for the other, so the difference is estimated document by document.
 
     Raises:
-        GateError: The run has no such setting.
+        GateError: The run has no such setting, or no other.
     """
     reference = find_setting(run, against)
+    if len(run.settings) == 1:
+        raise GateError(f"{against} is the only setting of the run; there is none to hold against it")
     result = []
     for s in run.settings:
         if s.setting == against:

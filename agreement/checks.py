@@ -90,7 +90,7 @@ def load_within_memory(plan: Plan, runner: Runner, replan: Callable[[int], Plan]
         except (ContextError, KilledForMemoryError) as error:
             cause, reason, what = error, str(error), "the engine could not make a context for"
             if isinstance(error, KilledForMemoryError):
-                reason, what = reason.partition(";")[0], "memory ran out with"
+                reason, what = error.what, "memory ran out with"
         else:
             return noted(plan, f"{what} micro-batches of {first} tokens; {tried} instead") if halvings else plan
         if halvings == HALVINGS:
@@ -115,7 +115,7 @@ def _load_killed_once(plan: Plan, runner: Runner) -> Plan:
     except KilledForMemoryError as error:
         if not plan.reading.hold:
             raise
-        note = f"{str(error).partition(';')[0]}; it goes on with nothing of the model held"
+        note = f"{error.what}; it goes on with nothing of the model held"
         plan = noted(replace(plan, reading=replace(plan.reading, hold=0)), note)
         _load(plan, runner)
     return plan

@@ -14,16 +14,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from agreement.errors import GateError, KilledForMemoryError, UsageError
-from agreement.model_file import read_model_file
+from agreement.model_file import read_model_file, size_text
 from agreement.onepass import one_pass_layout
-from agreement.passes import SILENT, Listener, finish_one_pass, note_reading, nothing_held, start_one_pass
+from agreement.passes import (
+    SILENT,
+    Listener,
+    begin_reading,
+    finish_one_pass,
+    note_reading,
+    nothing_held,
+    start_one_pass,
+)
 from agreement.plan import ChunkOptions, Plan, check_settings, is_routing
 from agreement.recording import load_chunks, stored_scores
 from agreement.records import EngineOptions, Judgement, ModelFile, Requirement, Setting
-from agreement.runs import CorpusSource, Request, prepared
+from agreement.runs import CorpusSource, Job, Request, prepared, smaller
 from agreement.scoring import count_chunk
 from agreement.sequential import SequentialTest, State
 from agreement.store import RunStore
+from agreement.streaming import Wishes
 from agreement.workers.client import Runner
 
 Looked = Callable[[State], None]
@@ -54,6 +63,7 @@ def sequential_gate(
     confidence: float = 0.95,
     chunks: ChunkOptions | None = None,
     options: EngineOptions | None = None,
+    wishes: Wishes | None = None,
     resume: bool = False,
     in_process: bool = False,
     listener: Listener = SILENT,
@@ -71,6 +81,7 @@ def sequential_gate(
         confidence: One minus the allowed chance of a wrong verdict over the whole run.
         chunks: How text becomes chunks; the number of chunks follows from `max_clusters`.
         options: Engine options.
+        wishes: What of the plan for a model larger than memory is decided already.
         resume: Continue the run that is already in `out`.
         in_process: Run the engine in this process instead of a worker.
         listener: Hears how the pass goes.
@@ -80,6 +91,8 @@ def sequential_gate(
         GateError: A requirement or a setting that this gate cannot judge, or fewer documents than its first look
             needs.
         UsageError: Chunks that are not cut by document.
+        KilledForMemoryError: With nothing of the model held and, where no chunk is there, with the smallest micro-batch
+            that is tried; what is there stays.
     """
     cutting = chunks or ChunkOptions()
     if cutting.chunking != "document":
@@ -95,32 +108,46 @@ def sequential_gate(
 
     cutting = replace(cutting, n_chunks=max_clusters, one_each=True)
     heard = replace(listener, plan=planned)
-    request = Request(model, corpus, out, cutting, "full", options, "one", resume, in_process, heard)
-    with prepared(request, (setting,)) as job:
-        run, runner, plan = job.run, job.runner, job.plan
-        windows = load_chunks(run)
-        n_clusters = len(windows.cluster_names)
-        test = _test(n_clusters, requirement, confidence)
-        options, decoded = plan.vocabulary.options, 0
-        # Chunks that share a micro-batch come together: one after the other each would decode those before it again.
-        block = one_pass_layout(1, windows.n_chunks, windows.n_ctx, options.n_ubatch).chunks_per_block
-        passes = _Passes(run, runner, plan, listener)
-        for look in range(1, n_clusters + 1):
-            if look > decoded:
-                decoded = min(n_clusters, decoded + block)
-                facts = passes.decode(setting, decoded)
-            counts = count_chunk(stored_scores(run, setting.name, look - 1))
-            verdict = test.update(counts.n_agree, counts.n)
-            looked(test.state)
-            if verdict is not None:
-                break
-        else:
-            test.finish()
-        if test.state.clusters == windows.n_chunks:
-            finish_one_pass(run, facts)
-        if not plan.reading.fits:
-            note_reading(run, runner, plan)
-    return Early(test.judgement(), test.state, test.assumption)
+    request = Request(model, corpus, out, cutting, "full", options, "one", resume, in_process, heard, wishes)
+    with prepared(request, (setting,)) as first:
+        job = first
+        while True:
+            test = _test(job.plan.chunks.n_chunks, requirement, confidence)
+            try:
+                _decide(test, setting, job, listener, looked)
+            except KilledForMemoryError as error:
+                job = smaller(job, error, heard)
+            else:
+                return Early(test.judgement(), test.state, test.assumption)
+
+
+def _decide(test: SequentialTest, setting: Setting, job: Job, listener: Listener, looked: Looked) -> None:
+    """Decode and look, document by document, until the test has its verdict."""
+    run, plan = job.run, job.plan
+    windows, decoded = load_chunks(run), 0
+    n_chunks = windows.n_chunks
+    # Chunks that share a micro-batch come together: one after the other each would decode those before it again.
+    n_ubatch = plan.vocabulary.options.n_ubatch
+    block = one_pass_layout(1, n_chunks, windows.n_ctx, n_ubatch).chunks_per_block
+    passes = _Passes(run, job.runner, plan, listener)
+    for look in range(1, n_chunks + 1):
+        if look > decoded:
+            decoded = min(n_chunks, decoded + block)
+            facts = passes.decode(setting, decoded)
+        counts = count_chunk(stored_scores(run, setting.name, look - 1))
+        verdict = test.update(counts.n_agree, counts.n)
+        looked(test.state)
+        if verdict is not None:
+            break
+    else:
+        test.finish()
+    if decoded == n_chunks:
+        finish_one_pass(run, facts)
+    if not plan.reading.fits:
+        n_bytes = note_reading(run, job.runner, plan, n_chunks=decoded)
+        read = "what was read is not known" if n_bytes is None else f"read {size_text(n_bytes)}"
+        planned = size_text(plan.reading.bytes_expected)
+        listener.note(f"{read} for {decoded} documents; planned {planned} for all {n_chunks}")
 
 
 class _Passes:
@@ -129,6 +156,8 @@ class _Passes:
     def __init__(self, run: RunStore, runner: Runner, plan: Plan, listener: Listener) -> None:
         self._run, self._runner, self._plan, self._listener = run, runner, plan, listener
         self._begun = False
+        if not plan.reading.fits:
+            begin_reading(run)
 
     def decode(self, setting: Setting, n_chunks: int) -> dict[str, dict[str, Any]]:
         """Decode the first `n_chunks` chunks; what is there already is kept."""

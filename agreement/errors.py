@@ -8,7 +8,8 @@ AgreementError
 ├── SettingError        a setting that is malformed or impossible for this model
 ├── EngineError         the engine refused, crashed or gave numbers that are no numbers
 │   ├── ContextError    no context of that size, for lack of memory
-│   ├── KilledForMemoryError  the system ended the engine's process because memory ran out
+│   ├── EngineDiedError  the engine's process ended in the middle of its work
+│   │   └── KilledForMemoryError  the system ended it because memory ran out
 │   ├── NoEffectError   a setting that changed no logit
 │   └── UnstableEngineError  an engine that does not repeat itself
 ├── StoreError          a run directory or recording that is damaged, of another format, or in use
@@ -51,7 +52,22 @@ class ContextError(EngineError):
     """The engine could not make a context of the size asked for; a smaller one may do."""
 
 
-class KilledForMemoryError(EngineError):
+class EngineDiedError(EngineError):
+    """The engine's process ended in the middle of its work.
+
+    Attributes:
+        what: What happened, one clause.
+        left: What there is of the run, one clause.
+        advice: What to do about it, one clause or none.
+        resumable: A run directory is there that can be gone on with.
+    """
+
+    def __init__(self, what: str, *, left: str = "", advice: str = "", resumable: bool = False) -> None:
+        super().__init__("; ".join(part for part in (what, left, advice) if part))
+        self.what, self.left, self.advice, self.resumable = what, left, advice, resumable
+
+
+class KilledForMemoryError(EngineDiedError):
     """The system killed the engine's process because memory ran out; less held or a smaller micro-batch may do."""
 
 

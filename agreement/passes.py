@@ -60,7 +60,7 @@ def carry_out(run: RunStore, runner: Runner, plan: Plan, listener: Listener) -> 
         run.verify(BASELINE_PASS)  # nobody else would look at it again
     streams = not plan.reading.fits and not complete
     if streams:
-        run.add_timing({"pass": READING_BEGUN})
+        begin_reading(run)
     try:
         _passes(run, runner, plan, listener)
     except KilledForMemoryError as error:
@@ -135,8 +135,23 @@ def _note(run: RunStore, text: str, listener: Listener) -> None:
         run.add_timing({"pass": READING_NOTE, "text": text})
 
 
-def note_reading(run: RunStore, runner: Runner, plan: Plan) -> None:
-    """Put what was really read and taken beside the plan, for a model that streams from disk."""
+def begin_reading(run: RunStore) -> None:
+    """Say that a start reads from disk; one that ends says how much with `note_reading`."""
+    run.add_timing({"pass": READING_BEGUN})
+
+
+def note_reading(run: RunStore, runner: Runner, plan: Plan, *, n_chunks: int | None = None) -> int | None:
+    """Put what was really read and taken beside the plan, for a model that streams from disk.
+
+    Args:
+        run: The run.
+        runner: Whose process counted.
+        plan: The plan.
+        n_chunks: Chunks that are there now, where that may be fewer than planned.
+
+    Returns:
+        Bytes read, None where the system does not say.
+    """
     found, reading = runner.counters(), plan.reading
     for text in found.notes:  # told with the progress already
         run.add_timing({"pass": READING_NOTE, "text": text})
@@ -149,8 +164,10 @@ def note_reading(run: RunStore, runner: Runner, plan: Plan) -> None:
             "peak": found.peak,
             "beside": found.beside,
             "beside_planned": reading.activations,
+            **({} if n_chunks is None else {"n_chunks": n_chunks}),
         }
     )
+    return found.bytes_read
 
 
 def _preflight(run: RunStore, runner: Runner, listener: Listener, *, short: bool = False) -> None:
@@ -267,10 +284,9 @@ def _hold_as_recorded(
 def nothing_held(run: RunStore, plan: Plan, error: KilledForMemoryError, listener: Listener) -> Plan:
     """Return the plan with nothing held, after the process that held it was killed for memory; tell and keep why."""
     _note_nothing_held(run, error, listener)
-    run.add_timing({"pass": READING_BEGUN})
+    begin_reading(run)
     return replace(plan, reading=replace(plan.reading, hold=0))
 
 
 def _note_nothing_held(run: RunStore, error: KilledForMemoryError, listener: Listener) -> None:
-    what = str(error).partition(";")[0]
-    _note(run, f"{what}; it goes on with nothing of the model held", listener)
+    _note(run, f"{error.what}; it goes on with nothing of the model held", listener)

@@ -112,7 +112,9 @@ class FullRunner(PassRunner):
     def check_one_pass(self, chunks: ChunkSet, settings: Sequence[Setting]) -> Preflight:
         """Check on few tokens that the engine of a one pass repeats itself; see `preflight`."""
         engine, layout = self._hooked(len(settings), chunks)
-        return short_preflight(engine, self.model, chunks.tokens[0], room=layout.n_sequences)
+        # The engine's buffer has room for the scored positions of a micro-batch; more would abort it.
+        head = chunks.tokens[0][: chunks.n_scored]
+        return short_preflight(engine, self.model, head, room=layout.n_sequences)
 
     def hook_difference(
         self, chunks: ChunkSet, experts: int, *, sampled: bool = False, folder: Path | None = None

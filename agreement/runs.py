@@ -92,12 +92,12 @@ def _carried_out(job: Job, listener: Listener) -> RunStore:
         try:
             carry_out(job.run, job.runner, job.plan, listener)
         except KilledForMemoryError as error:
-            job = _smaller(job, error, listener)
+            job = smaller(job, error, listener)
         else:
             return job.run
 
 
-def _smaller(job: Job, error: KilledForMemoryError, listener: Listener) -> Job:
+def smaller(job: Job, error: KilledForMemoryError, listener: Listener) -> Job:
     """Return a job with half the micro-batch, after its process was killed with nothing of the model held.
 
     Raises:
@@ -105,21 +105,25 @@ def _smaller(job: Job, error: KilledForMemoryError, listener: Listener) -> Job:
     """
     n_ubatch = job.plan.reading.n_ubatch
     if job.plan.reading.fits:
-        raise KilledForMemoryError(f"{error}; free some, or say with --memory what may be used") from error
+        raise _advised(error, "free some, or say with --memory what may be used") from error
     advice = f"micro-batches of {n_ubatch} tokens are too large: allow more memory, or start anew with a smaller -ub"
     if job.run.has_any_chunk() or job.halvings == HALVINGS:  # chunks of two micro-batches are not of one run
-        raise KilledForMemoryError(f"{error}; {advice}") from error
+        raise _advised(error, advice) from error
     try:
         plan = job.replan(max(1, n_ubatch // 2))
     except UsageError:
-        raise KilledForMemoryError(f"{error}; {advice}") from error
+        raise _advised(error, advice) from error
     if plan.reading.fits:  # with such options by themselves; that is another run, for the user to choose
-        raise KilledForMemoryError(f"{error}; {advice}") from error
+        raise _advised(error, advice) from error
     plan = noted(plan, f"memory ran out with micro-batches of {n_ubatch} tokens; {plan.reading.n_ubatch} instead")
     listener.plan(plan)
     job.run.discard()
     run = RunStore.create(job.run.path, plan.identity, plan.about, to_arrays(plan.chunks))
     return replace(job, run=run, plan=plan, halvings=job.halvings + 1)
+
+
+def _advised(error: KilledForMemoryError, advice: str) -> KilledForMemoryError:
+    return KilledForMemoryError(error.what, left=error.left, advice=advice, resumable=error.resumable)
 
 
 def record(

@@ -617,7 +617,7 @@ def test_engine_killed_mid_pass(place: Place, number: signal.Signals) -> None:
     assert f"died with {number.name}" in message
     assert ("out of memory?" in message) == (number == signal.SIGKILL)
     assert "during experts=4 after chunk" in message
-    assert "--resume" in message
+    assert message.endswith("engine.log; whole chunks are kept")
     assert "experts=4" not in RunStore.open(place.out).header["passes"]
     sweep(place.model, place.corpus, place.out, **arguments, resume=True)
     assert snapshot(place.out) == snapshot(whole)
@@ -743,6 +743,25 @@ def test_ctrl_c(place: Place, long_text: Path, unbroken: dict[str, bytes], n_fil
     assert (process.returncode, out) == (1, "")
     assert not Path(f"/proc/{worker}").exists()
     assert n_chunks_there(place.out) < 1 + 4 * N_LONG
+    assert run_command(*arguments, "--resume").returncode == 0
+    assert snapshot(place.out) == unbroken
+
+
+def test_engine_killed_under_a_command(place: Place, long_text: Path, unbroken: dict[str, bytes]) -> None:
+    """The line says how this command is gone on with."""
+    arguments = ("sweep", place.model, long_text, "-o", place.out, *LONG)
+    process = start(*arguments)
+    try:
+        wait_for(lambda: n_chunks_there(place.out) > 20)
+        os.kill(worker_of(process.pid), signal.SIGKILL)
+        out, err = process.communicate(timeout=120)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    (line,) = err.strip().splitlines()
+    assert line.startswith("Error: the engine's process died with SIGKILL")
+    assert line.endswith("; whole chunks are kept; the same command with --resume goes on from there")
+    assert (process.returncode, out) == (1, "")
     assert run_command(*arguments, "--resume").returncode == 0
     assert snapshot(place.out) == unbroken
 

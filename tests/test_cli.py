@@ -187,7 +187,36 @@ def test_differences_for_programs(place: Path) -> None:
     text = run("table", *both, *extra, "text").output
     assert text.count("minus experts=7") == 2
     refused = run("table", *one, *extra, "html")
-    assert (refused.exit_code, refused.output.strip()) == (1, "Error: html shows no differences; use --format markdown")
+    assert refused.exit_code == 2
+    assert "--format html shows no differences" in refused.output
+
+
+def test_differences_that_cannot_be_shown(place: Path, tmp_path: Path) -> None:
+    """The error names the run; a table without a line is none."""
+    report = json.loads((place / "run" / "report.json").read_text(encoding="utf-8"))
+    report["settings"] = [s for s in report["settings"] if s["setting"] == "experts=7"]
+    (tmp_path / "one.json").write_text(json.dumps(report), encoding="utf-8")
+    missing = run("table", place / "run", tmp_path / "one.json", "--against", "experts=2")
+    assert missing.exit_code == 1
+    assert missing.output.startswith(f"Error: {tmp_path / 'one.json'}: the run has no setting 'experts=2'")
+    alone = run("table", tmp_path / "one.json", "--against", "experts=7")
+    assert alone.exit_code == 1
+    assert alone.output.strip() == (
+        f"Error: {tmp_path / 'one.json'}: experts=7 is the only setting of the run; there is none to hold against it"
+    )
+
+
+def test_differences_of_policies_are_quoted(place: Path, tmp_path: Path) -> None:
+    """`ser=4,0.2` has a comma."""
+    text = (place / "run" / "report.json").read_text(encoding="utf-8").replace('"experts=2"', '"ser=4,0.2"')
+    (tmp_path / "r.json").write_text(text, encoding="utf-8")
+    for against, other in (("experts=7", "ser=4,0.2"), ("ser=4,0.2", "experts=7")):
+        output = run("table", tmp_path / "r.json", "--against", against, "--format", "csv").output
+        rows = list(csv.DictReader(io.StringIO(output)))
+        assert [(r["setting"], r["against"], r["metric"]) for r in rows] == [
+            (other, against, metric) for metric in ("agreement", "log_ppl", "kld")
+        ]
+        assert {None, ""}.isdisjoint(r["confidence"] for r in rows)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +19,13 @@ from agreement.cli import main
 from agreement.early import Early, sequential_gate
 from agreement.errors import GateError, KilledForMemoryError, UsageError
 from agreement.passes import Listener
-from agreement.plan import ChunkOptions
+from agreement.plan import ChunkOptions, Plan
 from agreement.recording import Progress
 from agreement.records import EngineOptions, Verdict
 from agreement.requirements import parse_requirement
 from agreement.settings import experts_setting
 from agreement.store import RunStore
+from agreement.streaming import Wishes
 
 # Another batch shape than that of separate passes gives the same logits only without flash attention.
 EXACT = EngineOptions(n_threads=2, flash_attn="off", repack=False)
@@ -48,8 +50,7 @@ def early(place: Path, out: Path, requirement: str, **extra: Any) -> Early:
         parse_requirement(requirement),
         experts_setting(7),
         out,
-        chunks=CUT,
-        **{"max_clusters": 30, "options": EXACT, "in_process": True, **extra},
+        **{"chunks": CUT, "max_clusters": 30, "options": EXACT, "in_process": True, **extra},
     )
 
 
@@ -103,15 +104,28 @@ def test_a_document_gives_one_chunk(place: Path, tmp_path: Path) -> None:
     assert found.state.max_clusters == 30
 
 
-@pytest.mark.parametrize("kills", [1, 2])
-def test_killed_for_memory(
-    kills: int, place: Path, deaths: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once with part of the model held: it goes on with nothing held and the same numbers.  Twice: one line."""
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Leave the model little memory, part of which is held; return what `early` then needs."""
     monkeypatch.setattr(plan_module, "memory_available", lambda _memory: 121_900_000)
     monkeypatch.setattr("agreement.streaming.shapes.LEAST_HOLD", 10_000)
-    extra: dict[str, Any] = {"in_process": False}
-    whole = early(place, tmp_path / "whole", "experts=7 agreement>=30%", **extra)
+    return {"in_process": False}
+
+
+def readings(run: Path) -> tuple[int, list[dict[str, Any]]]:
+    """Return how many starts of a run read, and what those that ended said."""
+    entries = [json.loads(line) for line in (run / "timings.jsonl").read_text(encoding="utf-8").splitlines()]
+    return sum(e["pass"] == "reading begun" for e in entries), [e for e in entries if e["pass"] == "reading"]
+
+
+@pytest.mark.parametrize("kills", [1, 2])
+def test_killed_for_memory(
+    kills: int, place: Path, deaths: Callable[[], None], tmp_path: Path, streams: dict[str, Any]
+) -> None:
+    """Once with part of the model held: it goes on with nothing held and the same numbers.  Twice: one line."""
+    whole = early(place, tmp_path / "whole", "experts=7 agreement>=30%", **streams)
+    begun, ended = readings(tmp_path / "whole")
+    assert (begun, len(ended)) == (1, 1)
     killed: list[Progress] = []
     notes: list[str] = []
 
@@ -120,17 +134,67 @@ def test_killed_for_memory(
             killed.append(told)
             deaths()
 
-    extra["listener"] = Listener(progress=progress, note=notes.append)
+    streams["listener"] = Listener(progress=progress, note=notes.append)
     if kills == 2:
-        with pytest.raises(KilledForMemoryError, match="whole chunks are kept"):
-            early(place, tmp_path / "run", "experts=7 agreement>=30%", **extra)
+        with pytest.raises(KilledForMemoryError, match=r"whole chunks are kept; .* start anew with a smaller -ub"):
+            early(place, tmp_path / "run", "experts=7 agreement>=30%", **streams)
+        assert len(notes) == 1
+        assert readings(tmp_path / "run") == (2, [])
     else:
-        found = early(place, tmp_path / "run", "experts=7 agreement>=30%", **extra)
+        found = early(place, tmp_path / "run", "experts=7 agreement>=30%", **streams)
         assert found == whole
-        timings = (tmp_path / "run" / "timings.jsonl").read_text(encoding="utf-8").splitlines()
-        (reading,) = [entry for entry in map(json.loads, timings) if entry["pass"] == "reading"]
+        begun, (reading,) = readings(tmp_path / "run")
+        assert begun == 2
         assert reading["bytes_planned"] > 0
-    assert [n.endswith("it goes on with nothing of the model held") for n in notes] == [True]
+        assert found.state.clusters <= reading["n_chunks"] < 30
+        assert re.fullmatch(rf"read .*B for {reading['n_chunks']} documents; planned .*B for all 30", notes[1])
+        assert len(notes) == 2
+    assert notes[0].endswith("it goes on with nothing of the model held")
+
+
+def test_killed_before_the_first_chunk(place: Path, wide: Path, deaths: Callable[[], None], tmp_path: Path) -> None:
+    """With nothing held, too: half the micro-batch, and what a run with that one finds."""
+    plans: list[Plan] = []
+    left = [2]
+
+    def passes(_name: str, _chunks: int) -> None:
+        if left[0]:
+            left[0] -= 1
+            deaths()
+
+    (tmp_path / "m.gguf").symlink_to(wide)
+    (tmp_path / "text").symlink_to(place / "text")
+    extra: dict[str, Any] = {"in_process": False, "chunks": replace(CUT, n_ctx=32)}
+    wishes = Wishes(memory=124_000_000, hold=0)
+    listener = Listener(plan=plans.append, passes=passes)
+    found = early(tmp_path, tmp_path / "run", "experts=7 agreement>=30%", wishes=wishes, listener=listener, **extra)
+    first, second, third = (plan.reading.n_ubatch for plan in plans)
+    assert third <= second // 2 <= first // 4
+    wishes = replace(wishes, n_ubatch=third)
+    assert found == early(tmp_path, tmp_path / "asked", "experts=7 agreement>=30%", wishes=wishes, **extra)
+    assert RunStore.open(tmp_path / "run").header["identity"]["options"]["n_ubatch"] == third
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_killed_under_the_command(
+    kept: bool, place: Path, deaths: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line says how the gate is gone on with, if it can be."""
+    monkeypatch.setattr("agreement.cli.progress.ProgressView.looked", lambda _self, _state: deaths())
+    arguments = ["gate", str(place / "m.gguf"), str(place / "text"), "--require", "experts=7 agreement>=30%"]
+    arguments += ["--sequential", "-c", "128", "-ub", "256", *(["-o", str(tmp_path / "run")] if kept else [])]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 1
+    line = result.output.strip().splitlines()[-1]
+    assert "because memory ran out; " in line
+    assert ("engine.log" in line) == kept
+    if kept:
+        assert line.endswith("; the same command goes on from there")
+        monkeypatch.undo()
+        assert CliRunner().invoke(main, arguments).exit_code == 0
+    else:
+        assert "; nothing of the run is kept: give -o for a run that can be gone on with, and its log; " in line
+        assert line.endswith("say with --memory what may be used")
 
 
 def test_refusals(place: Path, tmp_path: Path) -> None:

@@ -78,6 +78,16 @@ def test_last_words_leave_out_dots_and_blanks() -> None:
     assert EngineLog().last_words() == "the engine logged nothing"
 
 
+def test_last_words_of_an_abort() -> None:
+    """The check that failed, and not the stack that a debugger prints after it."""
+    log = EngineLog()
+    log.feed("sched_reserve: a line\n")
+    log.feed("/x/y 1/llama.cpp/src/llama-context.cpp:2273: GGML_ASSERT(a <= b.n_max) failed\n[New LWP 7]\n")
+    log.feed("#1  0x7f in abort () at ./stdlib/abort.c:79\n79\t./stdlib/abort.c: No such file or directory.\n")
+    log.feed("#44 0x55 in _start ()\n[Inferior 1 (process 9) detached]\n")
+    assert log.last_words() == "llama-context.cpp:2273: GGML_ASSERT(a <= b.n_max) failed"
+
+
 def test_last_words_since() -> None:
     log = feed("one\n", "two\n")
     loaded = log.n_lines

@@ -116,6 +116,23 @@ def test_every_family_to_the_bit(family: str, defaults: bool, tmp_path: Path) ->
         assert np.abs(one[0][i::6] - one[0][0::6]).max() > 0.01  # or equality would prove nothing
 
 
+@pytest.mark.parametrize("n_used", [4, 9, 17])
+def test_softmax_over_any_number_of_experts(n_used: int, tmp_path: Path) -> None:
+    """To the bit, whatever part of the selected experts a processor's vectors take at once."""
+    dims = replace(models.FAMILIES["gpt-oss"].dims, n_expert=20, n_expert_used=n_used)
+    path = models.write_model(tmp_path / "m.gguf", "gpt-oss", dims=dims)
+    keep = (n_used - 1, n_used // 2)
+    tokens = np.repeat(random_tokens(1), 3, axis=0)
+    o = options(tokens.size)
+    engine = load(path, BASELINE, o, n_sequences=3, hooked=True)
+    found = logits_of(engine, tokens, 12, routing=(None, *(Policy("experts", n) for n in keep)))
+    engine.close()
+    for i, experts in enumerate(keep, start=1):
+        (expected,) = overridden(path, experts, o, tokens, 12)
+        assert np.array_equal(found[i], expected[i])
+        assert not np.array_equal(found[i], found[0])
+
+
 def test_micro_batch_smaller_than_what_is_asked_for(qwen: Path) -> None:
     """Six sequences of 32 tokens in micro-batches of 50: eight tokens of each at a time, in rising order."""
     tokens = np.repeat(random_tokens(1), 6, axis=0)

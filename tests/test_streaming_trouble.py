@@ -252,7 +252,7 @@ def test_killed_while_loading(
     def load(self: WorkerRunner, *args: Any) -> None:
         if left[0]:
             left[0] -= 1
-            raise KilledForMemoryError(f"{words}; its whole log is there")
+            raise KilledForMemoryError(words, left="its whole log is there")
         really_load(self, *args)
 
     monkeypatch.setattr(WorkerRunner, "load", load)
@@ -279,7 +279,7 @@ def test_killed_while_loading(
 
 def test_killed_at_every_load(wide: Path, text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(_self: WorkerRunner, *_args: Any) -> None:
-        raise KilledForMemoryError("the system killed the engine's process during load, because memory ran out; x")
+        raise KilledForMemoryError("the system killed the engine's process during load, because memory ran out")
 
     monkeypatch.setattr(WorkerRunner, "load", load)
     with pytest.raises(EngineError, match=r"because memory ran out; micro-batches down to \d+ tokens were tried"):
@@ -315,7 +315,7 @@ def test_a_recording_counts_what_it_reads_and_is_tried_again(
     def killed(*_args: Any) -> None:
         raise KilledForMemoryError("killed")
 
-    monkeypatch.setattr(runs_module, "_smaller", smaller)
+    monkeypatch.setattr(runs_module, "smaller", smaller)
     monkeypatch.setattr(runs_module, "carry_out", killed)
     with pytest.raises(KilledForMemoryError):
         record(qwen, text_folder, tmp_path / "b", chunks=SHORT, options=FOUR_AT_A_TIME, in_process=True)

@@ -134,6 +134,26 @@ def test_run_that_lets_go_ends_with_the_same_bytes(
     assert {"pass": "reading note", "text": next(n for n in report.notes if n.startswith(note))} in timings(tight)
 
 
+@pytest.mark.parametrize("passes", ["one", "separate"])
+@pytest.mark.parametrize("n_ctx", [8, 20, 32])
+def test_chunks_shorter_than_the_check(passes: str, n_ctx: int, wide: Path, text_folder: Path, tmp_path: Path) -> None:
+    """The engine has room for the scored positions of a micro-batch alone, and the check may not ask for more."""
+    chunks = replace(SHORT, n_ctx=n_ctx)
+    report = run_sweep(
+        wide,
+        text_folder,
+        tmp_path / "run",
+        passes=passes,
+        wishes=replace(TIGHTER, n_ubatch=2 * n_ctx),
+        chunks=chunks,
+        experts=(6,),
+    )
+    preflight = RunStore.open(tmp_path / "run").header["about"]["preflight"]
+    scored = n_ctx - n_ctx // 2 - 1
+    assert preflight["n_positions"] == min(16, scored if passes == "one" else n_ctx)
+    assert [row.n_positions for row in report.rows] == [scored * SHORT.n_chunks] * len(report.rows)
+
+
 # --- killed for memory ------------------------------------------------------------------------------------------------
 
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the order of documents."
 )
 @options.engine_options
+@options.reading_options
 @click.option("-q", "--quiet", is_flag=True, help="No plan and no progress.")
 @click.option("--confidence", type=float, default=0.95, show_default=True, help="Confidence of every interval.")
 @click.option("--format", "form", type=click.Choice(["text", "json", "junit"]), default="text", help="Output format.")
@@ -161,25 +162,33 @@ def _early(
     from agreement.cli.passes import setting_from, take_corpus
     from agreement.cli.progress import ProgressView
     from agreement.early import sequential_gate
+    from agreement.errors import EngineDiedError
     from agreement.plan import ChunkOptions
 
-    out = given.pop("out")
+    out, wishes = given.pop("out"), options.take_wishes(given)
     with contextlib.ExitStack() as stack:
         place = out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agreement-"))) / "run"
         view = stack.enter_context(ProgressView(quiet=quiet))
-        found = sequential_gate(
-            model,
-            take_corpus(corpus, given),
-            requirement,
-            setting_from(requirement.setting),
-            place,
-            max_clusters=given.pop("max_clusters"),
-            confidence=confidence,
-            chunks=ChunkOptions(n_ctx=given.pop("n_ctx"), seed=given.pop("seed")),
-            options=options.take_engine_options(given),
-            resume=out is not None,
-            listener=view.sequential_listener(),
-            looked=view.looked,
-        )
+        try:
+            found = sequential_gate(
+                model,
+                take_corpus(corpus, given),
+                requirement,
+                setting_from(requirement.setting),
+                place,
+                max_clusters=given.pop("max_clusters"),
+                confidence=confidence,
+                chunks=ChunkOptions(n_ctx=given.pop("n_ctx"), seed=given.pop("seed")),
+                options=options.take_engine_options(given),
+                wishes=wishes,
+                resume=out is not None,
+                listener=view.sequential_listener(),
+                looked=view.looked,
+            )
+        except EngineDiedError as error:
+            if out is not None or not error.resumable:
+                raise
+            left = "nothing of the run is kept: give -o for a run that can be gone on with, and its log"
+            raise type(error)(error.what, left=left, advice=error.advice) from error
     click.echo(found.assumption, err=True)
     return found.judgement

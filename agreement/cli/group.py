@@ -11,18 +11,12 @@ from typing import Any
 
 import click
 
-from agreement.errors import AgreementError
+from agreement.errors import AgreementError, EngineDiedError
 
-_RESUME = "; whole chunks are kept: the same command with --resume goes on from there"
-_AGAIN = "; whole chunks are kept: the same command goes on from there"
-# What an interrupted command leaves, by its name; of the others nothing is left.
-_AFTER_INTERRUPT = {
-    "sweep": _RESUME,
-    "record": _RESUME,
-    "compare": _AGAIN,
-    "demo": _AGAIN,
-    "gate": "; with -o whole chunks are kept, and the same command goes on from there",
-}
+_RESUME = "the same command with --resume goes on from there"
+_AGAIN = "the same command goes on from there"
+# How a command that was cut off is gone on with, by its name; of the others nothing is left.
+_GO_ON = {"sweep": _RESUME, "record": _RESUME, "compare": _AGAIN, "demo": _AGAIN, "gate": _AGAIN}
 
 
 class _GivenPath(click.Path):
@@ -67,10 +61,15 @@ class AgreementGroup(click.Group):
         try:
             with _terminated_like_interrupted():
                 return super().invoke(ctx)
+        except EngineDiedError as error:
+            command = ctx.invoked_subcommand or ""
+            raise click.ClickException(f"{error}; {_GO_ON[command]}" if error.resumable else str(error)) from error
         except AgreementError as error:
             raise click.ClickException(str(error)) from error
         except KeyboardInterrupt:
-            left = _AFTER_INTERRUPT.get(ctx.invoked_subcommand or "", "")
+            command = ctx.invoked_subcommand or ""
+            kept = "with -o whole chunks are kept, and" if command == "gate" else "whole chunks are kept:"
+            left = f"; {kept} {_GO_ON[command]}" if command in _GO_ON else ""
             raise click.ClickException(f"interrupted{left}") from None
         except OSError as error:  # a full disk under the output, say; what the package reads and writes it names itself
             if isinstance(error, BrokenPipeError):  # the reader had enough, which click ends quietly

@@ -6,9 +6,9 @@ error if the engine did not show what the hook relies on.
 llama.cpp calls `cb_eval` for every node of its graph: first to ask whether the data is wanted, then, if so, with the
 node computed.  Nodes are named `NAME-LAYER`.  This one wants `ffn_moe_weights-LAYER`: the gate values of the selected
 experts before any normalisation, so that zeroing a column is the same as never having selected that expert.  Where the
-gate is a softmax over the selected experts, that node holds scores; a silenced one becomes -inf, and the softmax that
-follows, `ffn_moe_weights_softmax-LAYER`, is computed again over the columns that are left (see
-`agreement.engine.softmax`).
+gate is a softmax over the selected experts, that node holds scores and a silenced one becomes -inf.  If the processor
+computed the softmax that follows, `ffn_moe_weights_softmax-LAYER`, and the build offers what it takes, that is computed
+again over the columns that are left, which rounds as the engine does (see `agreement.engine.softmax`).
 
 What depends on the build or the model is not assumed but learned from one token decoded after loading (`learn`): which
 layers have the node, how many experts it holds, whether a softmax over the selected experts follows it.  Each later

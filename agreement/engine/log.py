@@ -13,6 +13,8 @@ from agreement.engine.base import SettingProof
 
 _OVERRIDE = re.compile(r"Using metadata override \(\s*(?P<type>\w+)\) '(?P<key>[^']+)' = (?P<value>.*)")
 _N_EXPERT_USED = re.compile(r"n_expert_used\s*= (?P<n>\d+)")
+# What `ggml_abort` prints; a debugger's trace of the stack may follow.
+_ABORT = re.compile(r"[^/\\]+\.(?:c|h|m|cc|cu|cpp|hpp):\d+: .+")
 _NO_MEMORY = re.compile(r"alloc|reserve|out of memory|insufficient memory|not enough", re.IGNORECASE)
 KEPT_LINES = 2000
 NOTHING = "the engine logged nothing"
@@ -50,7 +52,7 @@ class EngineLog:
         return SettingProof(overrides=tuple(dict.fromkeys(self.overrides)), n_expert_used=self.n_expert_used)
 
     def last_words(self, n: int = 3, *, since: int = 0) -> str:
-        """Return the last lines that are not empty, joined, for an error message.
+        """Return the last lines that are not empty, joined, or the engine's own failed check, for an error message.
 
         Args:
             n: How many at most.
@@ -58,7 +60,8 @@ class EngineLog:
         """
         recent = list(self.lines)[-(self.n_lines - since) :] if self.n_lines > since else []
         lines = [line.strip() for line in recent if line.strip().strip(".")]
-        return " | ".join(lines[-n:]) or NOTHING
+        failed = [match[0] for line in lines if (match := _ABORT.search(line))]
+        return (failed[-1] if failed else " | ".join(lines[-n:])) or NOTHING
 
 
 def lacks_memory(words: str) -> bool:

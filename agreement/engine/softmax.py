@@ -46,7 +46,7 @@ def engine_softmax(llama: Any) -> RowSoftmax | None:
 
 
 class _EngineSoftmax:
-    """Softmax of rows by `ggml` on the processor, on one thread."""
+    """Softmax of rows by `ggml` on the processor, on one thread; not to be called by several at a time."""
 
     def __init__(self, llama: Any) -> None:
         pointer, size = ctypes.c_void_p, ctypes.c_size_t

@@ -72,7 +72,12 @@ def render_many(reports: Sequence[Report], format: Format = "text", *, width: in
     if format == "html":
         raise UsageError("html takes one run at a time; give one, or use --format markdown")
     if format == "json":
-        return json.dumps({"reports": [as_dict(report) for report in reports]}, indent=2, allow_nan=False) + "\n"
+        return (
+            json.dumps(
+                {"reports": [as_dict(report) for report in reports]}, indent=2, ensure_ascii=False, allow_nan=False
+            )
+            + "\n"
+        )
     if format == "csv":
         return _joined_csv([(report.title, as_csv(report)) for report in reports])
     return "\n".join(render(report, format, width=width) for report in reports)

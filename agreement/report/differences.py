@@ -5,6 +5,8 @@ In: `Difference` records.  Out: one string, or plain values for JSON.
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from typing import TYPE_CHECKING
 
@@ -21,19 +23,20 @@ def differences_text(rows: Sequence[Difference], form: Format) -> str:
     """Return one line a setting: its difference from the setting it is held against, with intervals.
 
     Args:
-        rows: The differences, all against the same setting.
+        rows: The differences, at least one, all against the same setting.
         form: `markdown` gives a Markdown table, `csv` and `json` full precision, anything else aligned text.
     """
     if form == "json":
-        return json.dumps([difference_as_dict(row) for row in rows], indent=1, allow_nan=False) + "\n"
+        return json.dumps([difference_as_dict(row) for row in rows], indent=2, allow_nan=False) + "\n"
     if form == "csv":
-        lines = ["setting,against,metric,value,low,high,confidence"]
+        sink = io.StringIO()
+        table = csv.writer(sink, lineterminator="\n")
+        table.writerow(["setting", "against", "metric", "value", "low", "high", "confidence", "note"])
         for row in rows:
             for metric, e in _metrics(row).items():
-                ends = ",".join("" if x is None else repr(x) for x in (e.value, e.low, e.high))
-                lines.append(f"{row.setting},{row.against},{metric},{ends},{e.confidence}")
-        return "\n".join(lines) + "\n"
-    against = rows[0].against if rows else ""
+                table.writerow([row.setting, row.against, metric, e.value, e.low, e.high, e.confidence, e.note])
+        return sink.getvalue()
+    against = rows[0].against
     cells = [_HEAD, *((row.setting, _points(row.agreement), _plain(row.log_ppl), _plain(row.kld)) for row in rows)]
     title = f"minus {against}, paired by cluster:"
     if form == "markdown":

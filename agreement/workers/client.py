@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 from agreement.engine.log import EngineLog
-from agreement.errors import EngineError, KilledForMemoryError, ModelFileError
+from agreement.errors import EngineDiedError, EngineError, KilledForMemoryError, ModelFileError
 from agreement.preflight import Preflight
 from agreement.recording import LogitsMode, Progress, ProgressListener, Vocabulary
 from agreement.records import ChunkSet, EngineOptions, ModelFile, Setting
@@ -291,19 +291,20 @@ class WorkerRunner:
         process, self._process = self._process, None
         status = process.wait() if process is not None else 0
         where = f"{last.pass_name} after chunk {last.done} of {last.total}" if last else what.replace("_", " ")
-        kept = f"its whole log is {self._log_path}; whole chunks are kept, --resume goes on from there"
-        if not self._log_path.with_name("run.json").exists():  # then the log does not stay either
-            kept = "nothing of the run was written yet"
+        resumable = self._log_path.with_name("run.json").exists()
+        left = "nothing of the run was written yet"  # then the log does not stay either
+        if resumable:
+            left = f"its whole log is {self._log_path}; whole chunks are kept"
         if status == -signal.SIGKILL and self._kills is not None and (memory_kills() or 0) > self._kills:
-            return KilledForMemoryError(
-                f"the system killed the engine's process during {where}, because memory ran out; {kept}"
-            )
+            what = f"the system killed the engine's process during {where}, because memory ran out"
+            return KilledForMemoryError(what, left=left, resumable=resumable)
         cause = f"exit status {status}"
         if status < 0:
             with contextlib.suppress(ValueError):
                 cause = signal.Signals(-status).name
         hint = " (out of memory?)" if status == -signal.SIGKILL else ""
-        return EngineError(f"the engine's process died with {cause}{hint} during {where}: {self._last_words()}; {kept}")
+        what = f"the engine's process died with {cause}{hint} during {where}: {self._last_words()}"
+        return EngineDiedError(what, left=left, resumable=resumable)
 
     def _last_words(self) -> str:
         with self._log_path.open("rb") as file:
