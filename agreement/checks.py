@@ -115,10 +115,14 @@ def _load_killed_once(plan: Plan, runner: Runner) -> Plan:
     except KilledForMemoryError as error:
         if not plan.reading.hold:
             raise
-        note = f"{error.what}; it goes on with nothing of the model held"
-        plan = noted(replace(plan, reading=replace(plan.reading, hold=0)), note)
+        plan = noted(replace(plan, reading=replace(plan.reading, hold=0)), without_hold(error))
         _load(plan, runner)
     return plan
+
+
+def without_hold(error: KilledForMemoryError) -> str:
+    """Return what is told when a process that held part of the model was killed, and another one goes on."""
+    return f"{error.what}; it goes on with nothing of the model held"
 
 
 def _load(plan: Plan, runner: Runner) -> None:

@@ -62,6 +62,7 @@ def cut(
     seed: int = 0,
     first: int | None = None,
     bos: int | None = None,
+    one_each: bool = False,
 ) -> ChunkSet:
     """Cut token ids into windows of `n_ctx` tokens.
 
@@ -87,6 +88,7 @@ def cut(
         first: First scored position of a window; every scored token has seen `first + 1` tokens. Default `n_ctx // 2`.
             The last one is always `n_ctx - 2`, the last position whose target lies in the window.
         bos: Token that replaces the first of each window if the model asks for one; targets are not touched.
+        one_each: Of `document`, at most one window a document.
 
     Returns:
         At least one chunk.
@@ -101,7 +103,7 @@ def cut(
     n_scored = n_ctx - 1 - begin
     _check_length(texts, n_ctx, chunking)
     if chunking == "document":
-        plan = _plan_documents(texts, n_ctx, n_scored, n_chunks, seed)
+        plan = _plan_documents(texts, n_ctx, n_scored, n_chunks, seed, one_each=one_each)
     else:
         plan = _plan_joined(texts[0][1].size, n_ctx, n_chunks)
 
@@ -189,9 +191,11 @@ def _drawn_windows(seed: int, name: str, n: int) -> list[int]:
 
 
 def _plan_documents(
-    texts: list[tuple[str, TokenArray]], n_ctx: int, step: int, n_chunks: int | None, seed: int
+    texts: list[tuple[str, TokenArray]], n_ctx: int, step: int, n_chunks: int | None, seed: int, *, one_each: bool
 ) -> _Plan:
     long_enough = [i for i, (_, ids) in enumerate(texts) if ids.size >= n_ctx]
+    if one_each:  # the first round
+        n_chunks = min(n_chunks or len(long_enough), len(long_enough))
     turn = sorted(long_enough, key=lambda i: _rank(seed, texts[i][0]))
     windows = {i: (texts[i][1].size - n_ctx) // step + 1 for i in turn}
     drawn = [_drawn_windows(seed, texts[i][0], windows[i]) for i in turn]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from agreement.checks import without_hold
 from agreement.errors import IdentityError, KilledForMemoryError
 from agreement.model_file import model_digest
 from agreement.onepass import PASS_NAME
@@ -263,7 +264,7 @@ def compare_settings(
     except KilledForMemoryError as error:
         if not held:
             raise
-        _note_nothing_held(run, error, listener)  # what was held went with the process
+        _note(run, without_hold(error), listener)  # what was held went with the process
         run_settings(run, runner, model, settings, listener, digest=digest)
 
 
@@ -283,10 +284,6 @@ def _hold_as_recorded(
 
 def nothing_held(run: RunStore, plan: Plan, error: KilledForMemoryError, listener: Listener) -> Plan:
     """Return the plan with nothing held, after the process that held it was killed for memory; tell and keep why."""
-    _note_nothing_held(run, error, listener)
+    _note(run, without_hold(error), listener)
     begin_reading(run)
     return replace(plan, reading=replace(plan.reading, hold=0))
-
-
-def _note_nothing_held(run: RunStore, error: KilledForMemoryError, listener: Listener) -> None:
-    _note(run, f"{error.what}; it goes on with nothing of the model held", listener)

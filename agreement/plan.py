@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -161,19 +160,16 @@ def make_plan(
         joined and vocabulary.bos is not None
     ):  # that tool's tokeniser puts BOS before the text, which shifts every window
         tokens = (np.concatenate([np.array([vocabulary.bos], np.int32), tokens[0]]),)
-    windows = partial(
-        chunking.cut,
+    cut = chunking.cut(
         list(zip(names, tokens, strict=True)),
         n_ctx=options.n_ctx,
         chunking=options.chunking,
+        n_chunks=options.n_chunks,
         seed=options.seed,
         first=options.first,
         bos=vocabulary.bos,
+        one_each=options.one_each,
     )
-    cut = windows(n_chunks=options.n_chunks)
-    if options.one_each and cut.n_chunks > len(cut.cluster_names):
-        # Every document gives one window before any gives a second.
-        cut = windows(n_chunks=len(cut.cluster_names))
     mode, reason = choose_passes(passes, settings, model)
     decided = mode if passes != "auto" or any(is_policy(s) for s in settings) else None
     wishes = replace(wishes or Wishes(), passes=None if decided == "auto" else decided)

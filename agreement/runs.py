@@ -221,8 +221,8 @@ def prepared(given: Request, settings: tuple[Setting, ...]) -> Iterator[Job]:
 
         def replan(most: int) -> Plan:
             passes = "separate" if fell_back else given.passes
-            smaller = planned(passes=passes, wishes=replace(wishes, n_ubatch=most, begun=None))
-            return replace(smaller, about={**smaller.about, **checked})
+            again = planned(passes=passes, wishes=replace(wishes, n_ubatch=most, begun=None))
+            return replace(again, about={**again.about, **checked})
 
         if not (path / "run.json").exists():  # else its micro-batch is settled
             found = load_within_memory(plan, runner, replan)

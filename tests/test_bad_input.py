@@ -532,11 +532,18 @@ def test_file_that_may_not_grow(place: Place) -> None:
 # -------------------------------------------------------------------------------------- two processes, one run folder
 
 
-def start(*arguments: str | Path) -> subprocess.Popen[str]:
-    """Start the command in a process group of its own, as a shell does."""
-    return subprocess.Popen(
+@contextlib.contextmanager
+def started(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
+    """Start the command in a process group of its own, as a shell does; nothing of it is left afterwards."""
+    process = subprocess.Popen(
         command_line(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
+    with process:
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def n_chunks_there(out: Path) -> int:
@@ -561,18 +568,13 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory, qwen: Path, long_text: Pa
 
 
 def test_two_processes_on_one_run(place: Place, long_text: Path, unbroken: dict[str, bytes]) -> None:
-    first = start("sweep", place.model, long_text, "-o", place.out, *LONG)
-    try:
+    with started("sweep", place.model, long_text, "-o", place.out, *LONG) as first:
         wait_for(lambda: n_chunks_there(place.out) > 10)
         os.killpg(first.pid, signal.SIGSTOP)  # so that it is surely still there
         arguments = ("--experts", "7,4,2", "-q", "-o", place.out, *LONG_CUT, *ENGINE, "--resume")
         check_command("is in use by another process", "sweep", place.model, long_text, *arguments)
         os.killpg(first.pid, signal.SIGCONT)
         assert first.wait(300) == 0
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(first.pid, signal.SIGKILL)
-        first.communicate()
     assert snapshot(place.out) == unbroken
 
 
@@ -728,15 +730,11 @@ def test_file_without_expert_width(place: Place) -> None:
 def test_ctrl_c(place: Place, long_text: Path, unbroken: dict[str, bytes], n_files: int) -> None:
     """Ctrl-C reaches the whole process group: one line, exit 1, no process left, and `--resume` ends the run."""
     arguments = ("sweep", place.model, long_text, "-o", place.out, *LONG)
-    process = start(*arguments)
-    try:
+    with started(*arguments) as process:
         wait_for(lambda: n_chunks_there(place.out) > n_files)
         worker = worker_of(process.pid)
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=120)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
     (line,) = err.strip().splitlines()
     assert line.startswith("Error: interrupted")
     assert "--resume" in line
@@ -750,14 +748,10 @@ def test_ctrl_c(place: Place, long_text: Path, unbroken: dict[str, bytes], n_fil
 def test_engine_killed_under_a_command(place: Place, long_text: Path, unbroken: dict[str, bytes]) -> None:
     """The line says how this command is gone on with."""
     arguments = ("sweep", place.model, long_text, "-o", place.out, *LONG)
-    process = start(*arguments)
-    try:
+    with started(*arguments) as process:
         wait_for(lambda: n_chunks_there(place.out) > 20)
         os.kill(worker_of(process.pid), signal.SIGKILL)
         out, err = process.communicate(timeout=120)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
     (line,) = err.strip().splitlines()
     assert line.startswith("Error: the engine's process died with SIGKILL")
     assert line.endswith("; whole chunks are kept; the same command with --resume goes on from there")

@@ -119,6 +119,18 @@ def test_a_prefix_of_a_run_is_the_shorter_run(
     assert (counts >= np.minimum(there, counts.max() - 1)).all()
 
 
+@pytest.mark.parametrize(("asked", "there"), [(None, 3), (2, 2), (3, 3), (9, 3)])
+def test_one_window_a_document(asked: int | None, there: int) -> None:
+    """Three documents of six windows each, and one too short: the first windows of a run that takes them in turns."""
+    documents = [(name, ids(8 + 5 * 3)) for name in ("a", "b", "c")] + [("short", ids(7))]
+    found = cut(documents, n_ctx=8, n_chunks=asked, one_each=True)
+    every = cut(documents, n_ctx=8)
+    assert (found.n_chunks, every.n_chunks) == (there, 18)
+    assert found.cluster.tolist() == list(range(there))
+    assert np.array_equal(found.tokens, every.tokens[:there])
+    assert found.fingerprint == cut(documents, n_ctx=8, n_chunks=there).fingerprint
+
+
 def test_selection_is_drawn_from_the_seed_and_fixed_for_good() -> None:
     documents = [(f"{i}.py", ids(40, 100 * i)) for i in range(12)]
     names = [cut(documents, n_ctx=8, n_chunks=4, seed=s).cluster_names for s in (0, 0, 1)]

@@ -42,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "intervals": _RECORDS,
     "analysis": _RECORDS | {"intervals", "settings"},
     "summary": _RECORDS | {"analysis", "intervals", "model_file", "recording", "scoring", "store"},
-    "passes": _PASSES | {"streaming", "recording", "onepass", "workers", "plan", "summary"},
+    "passes": _PASSES | {"streaming", "recording", "onepass", "workers", "plan", "checks", "summary"},
     "requirements": _RECORDS,
     "gate": _RECORDS | {"requirements"},
     "sequential": _RECORDS | {"intervals", "requirements"},

@@ -62,8 +62,8 @@ class AgreementGroup(click.Group):
             with _terminated_like_interrupted():
                 return super().invoke(ctx)
         except EngineDiedError as error:
-            command = ctx.invoked_subcommand or ""
-            raise click.ClickException(f"{error}; {_GO_ON[command]}" if error.resumable else str(error)) from error
+            how = _GO_ON.get(ctx.invoked_subcommand or "") if error.resumable else None
+            raise click.ClickException(f"{error}; {how}" if how else str(error)) from error
         except AgreementError as error:
             raise click.ClickException(str(error)) from error
         except KeyboardInterrupt:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from agreement.engine.tensors import exported
+from agreement.engine.tensors import Tensors, exported
 from agreement.errors import EngineError
 from agreement.records import Float32Array
 
@@ -49,7 +49,8 @@ class _EngineSoftmax:
     """Softmax of rows by `ggml` on the processor, on one thread; not to be called by several at a time."""
 
     def __init__(self, llama: Any) -> None:
-        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        pointer = ctypes.c_void_p
+        self._tensors = Tensors(llama)
         self._init = exported(llama, "ggml_init", pointer, _InitParams)
         self._free = exported(llama, "ggml_free", None, pointer)
         self._new_tensor = exported(
@@ -60,8 +61,6 @@ class _EngineSoftmax:
         self._expand = exported(llama, "ggml_build_forward_expand", None, pointer, pointer)
         self._allocate = exported(llama, "ggml_backend_alloc_ctx_tensors", pointer, pointer, pointer)
         self._buffer_free = exported(llama, "ggml_backend_buffer_free", None, pointer)
-        self._set = exported(llama, "ggml_backend_tensor_set", None, pointer, pointer, size, size)
-        self._get = exported(llama, "ggml_backend_tensor_get", None, pointer, pointer, size, size)
         self._compute = exported(llama, "ggml_backend_graph_compute", ctypes.c_int, pointer, pointer)
         self._backend = exported(llama, "ggml_backend_init_by_type", pointer, ctypes.c_int, ctypes.c_char_p)(_CPU, None)
         if not self._backend:
@@ -95,17 +94,15 @@ class _EngineSoftmax:
             buffer = self._allocate(context, self._backend)
             if not buffer:
                 raise EngineError("no memory for the softmax of the router hook")
-            self._set(given, scores.ctypes.data, 0, scores.nbytes)
+            self._tensors.write(given, scores.view(np.uint8))
             status = self._compute(self._backend, graph)
             if status:
                 raise EngineError(f"the softmax of the router hook failed with status {status}")
-            out = np.empty_like(scores)
-            self._get(taken, out.ctypes.data, 0, out.nbytes)
+            return self._tensors.read(taken, scores.nbytes).view(np.float32).reshape(n, k)
         finally:
             if buffer:
                 self._buffer_free(buffer)
             self._free(context)
-        return out
 
 
 def _use_one_thread(llama: Any, backend: int) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from typing import TYPE_CHECKING, Literal, get_args
 
 from agreement.errors import UsageError
 from agreement.report.differences import difference_as_dict
 from agreement.report.differences import differences_text as render_differences
 from agreement.report.judgements import JUDGEMENT_FORMATS, JudgementFormat, render_judgements
-from agreement.report.machine import as_csv, as_dict, as_json, read_report
+from agreement.report.machine import as_csv, as_dict, as_json, json_text, read_report
 from agreement.report.markdown import markdown
 from agreement.report.page import page
 from agreement.report.text import text
@@ -72,12 +71,7 @@ def render_many(reports: Sequence[Report], format: Format = "text", *, width: in
     if format == "html":
         raise UsageError("html takes one run at a time; give one, or use --format markdown")
     if format == "json":
-        return (
-            json.dumps(
-                {"reports": [as_dict(report) for report in reports]}, indent=2, ensure_ascii=False, allow_nan=False
-            )
-            + "\n"
-        )
+        return json_text({"reports": [as_dict(report) for report in reports]})
     if format == "csv":
         return _joined_csv([(report.title, as_csv(report)) for report in reports])
     return "\n".join(render(report, format, width=width) for report in reports)
@@ -103,8 +97,7 @@ def render_paired(
         raise UsageError("html shows no differences; use --format markdown")
     if format == "json":
         found = [{**as_dict(report), "differences": [difference_as_dict(row) for row in rows]} for report, rows in both]
-        whole = found[0] if len(found) == 1 else {"reports": found}
-        return json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        return json_text(found[0] if len(found) == 1 else {"reports": found})
     if format == "csv":
         tables = [(report.title, render_differences(rows, format)) for report, rows in both]
         return tables[0][1] if len(tables) == 1 else _joined_csv(tables)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from agreement.records import Estimate
-from agreement.report.machine import estimate_dict
+from agreement.report.machine import estimate_dict, json_text
 
 if TYPE_CHECKING:
     from agreement.breakdown.results import Bin, Breakdown, DeltaP, DocumentRow, Flips, KldQuantiles, RunLengths
@@ -39,7 +38,7 @@ CsvRow = Sequence[object]
 
 def breakdown_json(found: Breakdown, *, most: int | None = None) -> str:
     """Return `breakdown_dict` as strict JSON, indented."""
-    return json.dumps(breakdown_dict(found, most=most), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return json_text(breakdown_dict(found, most=most))
 
 
 def breakdown_dict(found: Breakdown, *, most: int | None = None) -> dict[str, Any]:

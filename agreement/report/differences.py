@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from typing import TYPE_CHECKING
+
+from agreement.report.machine import json_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +28,7 @@ def differences_text(rows: Sequence[Difference], form: Format) -> str:
         form: `markdown` gives a Markdown table, `csv` and `json` full precision, anything else aligned text.
     """
     if form == "json":
-        return json.dumps([difference_as_dict(row) for row in rows], indent=2, allow_nan=False) + "\n"
+        return json_text([difference_as_dict(row) for row in rows])
     if form == "csv":
         sink = io.StringIO()
         table = csv.writer(sink, lineterminator="\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import TYPE_CHECKING, Any, Literal, get_args
 from xml.sax.saxutils import escape, quoteattr
@@ -10,7 +9,7 @@ from xml.sax.saxutils import escape, quoteattr
 from agreement.errors import UsageError
 from agreement.records import Verdict
 from agreement.report.cells import METRIC_STYLES, one_line, percent, places_for, shown
-from agreement.report.machine import estimate_dict
+from agreement.report.machine import estimate_dict, json_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -87,7 +86,7 @@ def _json(judgements: Sequence[Judgement], verdict: Verdict, title: str) -> str:
         "verdict": verdict.value,
         "judgements": [_judgement_dict(judgement) for judgement in judgements],
     }
-    return json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return json_text(data)
 
 
 def _judgement_dict(judgement: Judgement) -> dict[str, Any]:

@@ -76,9 +76,14 @@ def _estimate_values(estimate: Estimate) -> list[float | str | None]:
     ]
 
 
+def json_text(value: object) -> str:
+    """Return plain values as strict JSON, indented, with a line end."""
+    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
 def as_json(report: Report) -> str:
     """Return `as_dict` as strict JSON, indented."""
-    return json.dumps(as_dict(report), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return json_text(as_dict(report))
 
 
 def as_dict(report: Report) -> dict[str, Any]:
