@@ -102,6 +102,16 @@ def test_every_stage_stands_in_the_table() -> None:
     assert {stage_of(path) for path in MODULES} == ALLOWED.keys() | TOP
 
 
+def test_every_stage_has_a_row_in_the_docs() -> None:
+    """Whoever looks for the room of a line of code finds it in `docs/architecture.md`."""
+    text = (ROOT.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = [
+        line.split("|")[1] for line in text.partition("## Modules")[2].partition("##")[0].splitlines() if "|" in line
+    ]
+    named = {name.rstrip("/") for row in rows for name in re.findall(r"`([a-z_/]+)`", row)}
+    assert named == {stage for stage in ALLOWED.keys() | TOP if not stage.startswith("__")}
+
+
 def test_the_table_has_no_circle() -> None:
     order: list[str] = []
     while len(order) < len(ALLOWED):
